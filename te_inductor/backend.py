@@ -32,6 +32,7 @@ from te_inductor.passes.pre_grad.rewrite import first_step
 from te_inductor.passes.pre_grad.rewrite.decisions import compare_compiles
 from te_inductor.presentation.report import Report, Unmet
 from te_inductor.recipes import regions
+from te_inductor.recipes.backward_precision import resolve_backward
 from te_inductor.runtime import compiled_graphs
 from te_inductor.runtime.exporting import note_export
 from te_inductor.runtime.extra_inputs import bind
@@ -95,10 +96,11 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     parsed = config.parse(options, mode)
     recipe = recipes.resolve(parsed.recipe, parsed.recipe_name)
     policy = tuple((glob, recipes.resolve(spec, parsed.policy_name) or "none") for glob, spec in parsed.policy)
+    backward = resolve_backward(parsed.backward, parsed.backward_name)
     group = amax_groups.resolve(parsed.amax_group, parsed.amax_group_name)
     for text in config.unknown_variables():
         say(f"te_inductor: {text}", parsed.fallback)
-    return replace(parsed, recipe=recipe or "none", policy=policy, amax_group=group)
+    return replace(parsed, recipe=recipe or "none", policy=policy, backward=backward, amax_group=group)
 
 
 def run_passes(plan: Plan, passes: Sequence[Callable[[Plan], None]] | None = None) -> Report:

@@ -3,8 +3,8 @@
 `OPTIONS` has the package's own; everything else in `options` goes to Inductor, unchanged.
 
 An option that is None is as one that is not given. Before its default such an option has the value of its environment
-variable, ``TE_INDUCTOR_`` and its name in capitals. A policy is a JSON object there, of globs and names of recipes; an
-empty variable is none.
+variable, ``TE_INDUCTOR_`` and its name in capitals. A policy is a JSON object there, of globs and names of recipes, and
+`backward` may be one, of GEMMs; an empty variable is none.
 
 TE_INDUCTOR_TABLES is of the environment alone: a folder of tables that ``te-inductor tune`` has written.
 
@@ -66,6 +66,13 @@ OPTIONS = {
             {},
             "a layer that an entry names is in low precision also where that is slower",
         ),
+        Option(
+            "backward",
+            '"high_precision", "dequantized", a recipe as above, or {"dgrad": …, "wgrad": …} of these',
+            None,
+            '"high_precision": GEMMs of the backward as fast as without this package, inputs of layers saved as there;'
+            ' "dequantized": the same GEMMs, and kernels that write their operands',
+        ),
         _choices("fallback", "none", "warn", "error", "silent"),
         _choices("weights", '"once": its copies, 2 bytes a weight in training', "each_call", "once"),
         _choices("wgrad", '"main_grad": 4 bytes a weight, which the program brings', "grad", "main_grad", "deferred"),
@@ -93,7 +100,7 @@ TABLES = "TE_INDUCTOR_TABLES"  # of no compile: a folder of tables that `te-indu
 @dataclass(frozen=True)
 class Options:
     """Parsed options. `recipe` and the policy's values are specs (name or instance) that `recipes.resolve` reads,
-    `amax_group` is one that `amax_groups.resolve` does."""
+    `backward` is one that `recipes.backward_precision` does, `amax_group` one that `amax_groups.resolve` does."""
 
     recipe: object = "auto"
     recipe_name: str = "recipe"  # what errors call it
@@ -104,6 +111,8 @@ class Options:
     wgrad: Wgrad = "grad"
     attention: Attention = "auto"
     logits: Logits = "keep"
+    backward: object = None
+    backward_name: str = "option 'backward'"
     amax_group: Any = None
     amax_group_name: str = "option 'amax_group'"
     mode: str | None = None
@@ -128,6 +137,7 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
         raise OptionError(wrong_type("options", options, 'a dict, such as {"recipe": "current"}'))
     given = dict(options or {})
     recipe, recipe_source = _take(given, "recipe")
+    backward, backward_source = _take(given, "backward")
     group, group_source = _take(given, "amax_group")
     policy, policy_source = _take(given, "policy")
     own_mode = given.pop("mode", None)
@@ -147,6 +157,8 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
         cast(Wgrad, _choice(given, "wgrad")),
         cast(Attention, _choice(given, "attention")),
         cast(Logits, _choice(given, "logits")),
+        backward,
+        backward_source or "option 'backward'",
         group,
         group_source or "option 'amax_group'",
         mode,

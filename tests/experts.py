@@ -176,7 +176,7 @@ class FixedExperts(nn.Module):
     def product(self, x: Tensor, ends: Tensor) -> Tensor:
         if self.low is None:
             return grouped_mm(x, self.weight.transpose(1, 2), ends)
-        given = (ops.mask_rows(x, ends), [self.weight], [], ends, self.low.slots(), x.dtype)
+        given = (ops.mask_rows(x, ends), [self.weight], [], ends, self.low.slots_of(""), x.dtype)
         if isinstance(self.low, DelayedScaling):
             x, weights, biases, ends, slots, dtype = given
             spec = ops.LayerSpec(slots, FirstStep(self.low))

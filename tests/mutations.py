@@ -35,6 +35,30 @@ class Mutation:
 MUTATIONS = [
     # recipes
     Mutation(
+        "the option backward reaches no recipe",
+        "recipe = None if recipe is None else recipe.with_backward(backward)",
+        "pass",
+        ("tests/backend/test_backward.py",),
+    ),
+    Mutation(
+        "wgrad has dgrad's precision",
+        "return of_dgrad, of_dgrad if wgrad == dgrad else self._with(wgrad)",
+        "return of_dgrad, of_dgrad",
+        ("tests/numerics/test_backward.py",),
+    ),
+    Mutation(
+        "what a copy of two levels stands for lacks a factor",
+        "return (found * (copy.amax / quantizer.two_level_max)).to(dtype)",
+        "return found.to(dtype)",
+        ("tests/numerics/test_backward.py",),
+    ),
+    Mutation(
+        "what copies stand for is saved for the backward",
+        "backward |= _values_of_copies(graph, backward)",
+        "pass",
+        ("tests/backend/test_backward.py",),
+    ),
+    Mutation(
         "delayed scaling's margin is ignored",
         "return self.format.max / 2.0**self.recipe.margin",
         "return self.format.max",

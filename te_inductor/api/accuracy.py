@@ -138,6 +138,11 @@ class _MeasuredLayer:
     operands: dict[tuple[str, str], _Sums] = field(default_factory=dict)  # by GEMM and tensor
     products: dict[str, _Sums] = field(default_factory=dict)
 
+    def slots_of(self, gemm: str) -> Slots:
+        """The slots that cast the operands of a GEMM."""
+        operands = getattr(self.slots, f"{gemm}_operands", None)
+        return self.slots if operands is None or operands.slots is None else operands.slots
+
     def see(self, gemm: Gemm, a: "_Operand", b: "_Operand") -> None:
         for operand in (a, b):
             self.operands.setdefault((gemm.name, operand.tensor), _Sums()).add(
@@ -182,7 +187,8 @@ class _Recorder:
         match, slots = candidate.match, candidate.slots
         assert slots is not None  # of a layer that is low
         graph, place = match.node.graph, len(self.layers)
-        self.layers.append(_MeasuredLayer(candidate, slots, dict(match.gemms())))
+        low = {gemm: shape for gemm, shape in match.gemms() if not getattr(slots, gemm).is_high}
+        self.layers.append(_MeasuredLayer(candidate, slots, low))
         with graph.inserting_after(match.node):
             seen = graph.call_function(self.see, (match.node, match.x, match.weight, place, match.transposed))
         match.node.replace_all_uses_with(seen, delete_user_cb=lambda user: user is not seen)
@@ -219,16 +225,25 @@ def _matrix(x: Tensor) -> Tensor:
 def _see(layer: _MeasuredLayer, x: Tensor, weight: Tensor) -> Callable[[Tensor], None]:
     """Measure fprop; what is returned measures dgrad and wgrad, given dy."""
     slots, gemms = layer.slots, layer.shapes
-    x_row, x_col = _operands("input", x, slots.input, "wgrad" in gemms)
-    w_row, w_col = _operands("weight", weight.detach(), slots.weight, "dgrad" in gemms)
+    dgrad, wgrad = layer.slots_of("dgrad"), layer.slots_of("wgrad")
+    x_row, x_col = _operands("input", x, slots.input, "wgrad" in gemms and wgrad is slots)
+    w_row, w_col = _operands("weight", weight.detach(), slots.weight, "dgrad" in gemms and dgrad is slots)
     layer.see(slots.fprop, x_row, w_row)
+    if "wgrad" in gemms and wgrad is not slots:
+        x_col = _operands("input", x, wgrad.input, True)[1]
+    if "dgrad" in gemms and dgrad is not slots:
+        w_col = _operands("weight", weight.detach(), dgrad.weight, True)[1]
 
     @torch.no_grad()
     def see_gradient(dy: Tensor) -> None:
-        g_row, g_col = _operands("grad_output", dy, slots.grad_output, x_col is not None)
+        alike = dgrad.grad_output == wgrad.grad_output
         if w_col is not None:
+            g_row, g_col = _operands("grad_output", dy, dgrad.grad_output, x_col is not None and alike)
             layer.see(slots.dgrad, g_row, w_col)
-        if g_col is not None and x_col is not None:
+        if x_col is not None:
+            if w_col is None or not alike:
+                _, g_col = _operands("grad_output", dy, wgrad.grad_output, True)
+            assert g_col is not None  # it was asked for
             layer.see(slots.wgrad, g_col, x_col)
 
     return see_gradient
@@ -241,7 +256,7 @@ def _gemm(layer: _MeasuredLayer, name: str, shape: tuple[Any, int, int]) -> Gemm
     assert layer.candidate.recipe is not None
     operands = []
     for tensor in _TENSORS[name]:
-        sums, quantizer = layer.operands[name, tensor], getattr(layer.slots, tensor)
+        sums, quantizer = layer.operands[name, tensor], getattr(layer.slots_of(name), tensor)
         operands.append(
             OperandAccuracy(
                 tensor,

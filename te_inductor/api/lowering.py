@@ -24,6 +24,7 @@ Program = torch.export.ExportedProgram
 _REMEDIES = {
     "weights": "te_inductor.quantize_(model, recipe) before torch.export stores weights in low precision",
     "wgrad": "weight gradients are outputs of the graph",
+    "backward": "a program has none",
     "mode": "give what AOTInductor is to do to torch._inductor.aoti_compile_and_package(inductor_configs=…)",
     "inductor": "give Inductor's options to torch._inductor.aoti_compile_and_package(inductor_configs=…)",
     "amax_group": "it is for delayed scaling, which keeps state",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import TypedDict
 
 from te_inductor.config import OPTIONS, Attention, Fallback, Logits, Option, Weights, Wgrad
-from te_inductor.recipes import Recipe
+from te_inductor.recipes import BackwardPrecision, Recipe
 
 Glob = str | Callable[..., bool]  # a glob over module paths, or a function of a path and (M, N, K)
 Policy = Mapping[str, str | Recipe] | Mapping[Callable[..., bool], str | Recipe] | Mapping[Glob, str | Recipe]
@@ -15,6 +15,7 @@ class CompileOptions(TypedDict, total=False):
     annotation is a `dict`: write ``options=dict[str, Any](options)`` there. Options of Inductor's are none of its keys."""
 
     recipe: str | Recipe
+    backward: str | Recipe | BackwardPrecision | Mapping[str, str | Recipe]
     policy: Policy
     fallback: Fallback
     weights: Weights

@@ -61,7 +61,4 @@ def _rounded(x: Tensor, quantizer: Quantizer | None) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
     copy, _ = ops.copies([flat], 0, quantizer, None, columnwise=False)
     assert copy is not None
-    values = ops.dequantize(copy.data, copy.scale_inv, quantizer, torch.float32)[:, : flat.shape[1]]
-    if copy.amax is not None:
-        values = values * (copy.amax / quantizer.two_level_max)
-    return values.to(x.dtype).view(x.shape)
+    return ops.values(copy, quantizer, flat.shape[1], x.dtype).view(x.shape)

@@ -16,12 +16,14 @@ from te_inductor.kernels import (
     nvfp4_fp8,
     nvfp4_linear,
     recast,
+    uncast,
     written_out,
 )
 from te_inductor.kernels.family import Choice
 from te_inductor.kernels.problem import Problem
 
 FAMILIES = (
+    uncast.FAMILY,
     nvfp4_linear.FAMILY,
     nvfp4_fp8.FAMILY,
     recast.FAMILY,

@@ -20,6 +20,7 @@ from te_inductor.ops.casts import (
     quantize_rowcol_delayed,
     tensor_amax,
     transpose,
+    values,
 )
 from te_inductor.ops.delayed import delayed_step, read_scales, record_amax, update_scales
 from te_inductor.ops.gemm import accumulate_wgrad, defer_wgrad, product, scaled_mm

@@ -97,6 +97,19 @@ class Copy:
         return list(map(Copy, self.data.split(list(sizes)), scales))
 
 
+def values(
+    copy: Copy,
+    quantizer: Quantizer,
+    columns: int | torch.SymInt,  # C
+    dtype: torch.dtype,
+) -> Tensor:  # (R, C)
+    """What a copy stands for. Scales of two levels are multiplied in fp32."""
+    if copy.amax is None:
+        return dequantize(copy.data, copy.scale_inv, quantizer, dtype)[:, :columns]  # type: ignore[no-any-return]
+    found = dequantize(copy.data, copy.scale_inv, quantizer, torch.float32)[:, :columns]
+    return (found * (copy.amax / quantizer.two_level_max)).to(dtype)  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
 class ScalePair:
     """What delayed scaling knows of a tensor before it sees it: the scale it is cast with, and the reciprocal."""

@@ -301,6 +301,8 @@ def kind_of(recipe: Recipe) -> type[StoredWeight]:
     Raises:
         RecipeError: a recipe whose weights cannot be known before it runs.
     """
+    if recipe.backward is not None:
+        raise RecipeError(f"weights are stored for {recipe}, expected a recipe without backward: they are constants")
     if type(recipe) not in _KINDS:
         names = ", ".join(kind.name for kind in _KINDS)
         raise RecipeError(f"weights cannot be stored for recipe {recipe.name!r}, expected one of {names}")

@@ -95,7 +95,8 @@ def tail(report: "Report") -> list[str]:
 def high_precision(report: "Report") -> list[str]:
     """A line a reason: the layers that stay in high precision, or are emulated, and their share."""
     fqns = [site.fqn for site in report.sites]
-    high = (site for site in report.sites if site.reason is not None or site.kernel == "high_precision")
+    asked = (site.kernel == "high_precision" and site.recipe == "none" for site in report.sites)
+    high = (site for site, none in zip(report.sites, asked, strict=True) if site.reason is not None or none)
     lines = []
     for reason, sites in grouped(high, lambda site: site.reason or _ASKED).items():
         share = report.flops.share_of(sites)
@@ -111,17 +112,17 @@ def kind_rows(report: "Report") -> Iterator[tuple[str, ...]]:
         first = group[0][0]
         paths = list(dict.fromkeys(sites[0].fqn for sites in group))
         share = _percent(report.flops.share_of(site for sites in group for site in sites))
-        cells = named(paths, everyone), str(len(paths)), _sizes(first), share, first.recipe
-        for gemms, kernel in _kernels(group[0]):
-            yield *cells, gemms, kernel
-            cells = ("",) * len(cells)  # type: ignore[assignment]
+        cells, said = (named(paths, everyone), str(len(paths)), _sizes(first), share), ""
+        for gemms, recipe, kernel in _kernels(group[0]):
+            yield *cells, "" if recipe == said else recipe, gemms, kernel
+            cells, said = ("",) * len(cells), recipe  # type: ignore[assignment]
 
 
 def layer_rows(report: "Report") -> Iterator[tuple[str, ...]]:
     """One row a layer; its GEMMs share a row where they share everything but sizes."""
     alike = attrgetter("fqn", "pattern", "recipe", "kernel", "reason")
     for group in grouped(report.sites, alike).values():
-        first, [(gemms, kernel)] = group[0], _kernels(group)
+        first, [(gemms, _, kernel)] = group[0], _kernels(group)
         share = _percent(report.flops.share_of(group))
         name = plain(first.fqn) or "(root)"
         yield name, first.pattern, gemms, _sizes(first), share, first.recipe, kernel, first.reason or ""
@@ -138,11 +139,15 @@ def kinds(sites: Iterable["Site"]) -> list[list[list["Site"]]]:
     return list(grouped(layers, same).values())
 
 
-def _kernels(sites: Sequence["Site"]) -> list[tuple[str, str]]:
-    """GEMMs that have one kernel, "all" of them where they are three, and its name."""
-    found = grouped(sites, lambda site: site.kernel + (f" ({len(site.merged)} in one)" if site.merged else ""))
+def _kernels(sites: Sequence["Site"]) -> list[tuple[str, str, str]]:
+    """GEMMs that have one recipe and one kernel, "all" of them where they are three, and the names of both."""
+
+    def kernel(site: "Site") -> str:
+        return site.kernel + (f" ({len(site.merged)} in one)" if site.merged else "")
+
+    found = grouped(sites, lambda site: (site.recipe, kernel(site)))
     names = [", ".join(dict.fromkeys(site.gemm for site in own)) for own in found.values()]
-    return [("all" if name == _ALL else name, kernel) for name, kernel in zip(names, found, strict=True)]
+    return [("all" if name == _ALL else name, *one) for name, one in zip(names, found, strict=True)]
 
 
 def _names_of(sites: Iterable["Site | AttentionSite | Unmet"], everyone: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ Anywhere a recipe is expected, its name will do: ``"delayed"``, ``"current"``, `
 ``"auto"`` (so far per-tensor current scaling, on every device)."""
 
 from te_inductor.errors import RecipeError, unknown, wrong_type
+from te_inductor.recipes.backward_precision import BackwardPrecision
 from te_inductor.recipes.custom import CustomRecipe
 from te_inductor.recipes.delayed import DelayedScaling
 from te_inductor.recipes.formats import Format
@@ -14,6 +15,7 @@ from te_inductor.recipes.recipe import Float8BlockScaling, Float8CurrentScaling,
 from te_inductor.recipes.weight_only import NVFP4WeightOnly
 
 __all__ = [
+    "BackwardPrecision",
     "CustomRecipe",
     "DelayedScaling",
     "Float8BlockScaling",

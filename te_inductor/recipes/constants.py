@@ -53,7 +53,7 @@ class Constant(metaclass=ConstantMeta):  # type: ignore[metaclass]
         return _source(self, names), names
 
 
-@dataclass_transform(frozen_default=True)
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def constant(cls: type[T]) -> type[T]:
     """Class decorator: a frozen dataclass registered with torch under its own name."""
     made = dataclasses.dataclass(frozen=True, eq=False)(cls)

@@ -41,15 +41,16 @@ class CustomRecipe(Recipe):
     factory: Callable[[str, str], Any]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not callable(self.factory):
             raise RecipeError(wrong_type("CustomRecipe.factory", self.factory, "a function of slot and module path"))
         self.__fx_repr__()  # refuses a function that no cache key can stand for
 
     def slots(self) -> Slots:
         """The slots of a layer outside any module."""
-        return self.slots_of("")
+        return self.slots_at("")
 
-    def slots_of(self, module: str) -> Slots:
+    def slots_at(self, module: str) -> Slots:
         tensors = {slot: self._made(slot, module, default) for slot, default in _TENSORS.items()}
         gemms = {}
         for name, (default, *operands) in _GEMMS.items():

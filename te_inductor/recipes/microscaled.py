@@ -10,7 +10,7 @@ from te_inductor.recipes.quantizers import METRICS, Quantizer
 from te_inductor.recipes.recipe import ATTENTION, Recipe, Slots, refuse
 
 _TENSORS = ("none", "weights", "activations", "all")  # which of the forward's tensors a field is about
-_BACKWARD = "the backward runs in the recipe's precision"
+_BACKWARD = "the field is named backward here, and every recipe has it"
 
 
 @constant
@@ -18,9 +18,9 @@ class MXFP8BlockScaling(Recipe):
     """MXFP8: one scale, a power of two, for 32 elements along the contraction. Emulated where no tensor core applies
     them.
 
-    Names, fields and defaults are TransformerEngine's, which ignores `margin`; here it is refused, and so are overrides
-    of the backward and attention in FP8. `enable_2d_quantization` gives weights one scale for 32 x 32, so that both of
-    their copies hold the same values."""
+    Names, fields and defaults are TransformerEngine's, which ignores `margin`; here it is refused, and so is attention in
+    FP8. Its `backward_override` is `backward` here. `enable_2d_quantization` gives weights one scale for 32 x 32, so that
+    both of their copies hold the same values."""
 
     name: ClassVar[str] = "mxfp8"
 
@@ -62,8 +62,8 @@ class NVFP4BlockScaling(Recipe):
     With `nvfp4_4over6_e4m3_use_256` the largest scale is 256, which leaves room for those of blocks that go to 4. It
     takes `disable_rht` for activations, as in TransformerEngine.
 
-    Names, fields and defaults are TransformerEngine's, whose environment variables are not read. Other formats,
-    attention and overrides of the backward are refused."""
+    Names, fields and defaults are TransformerEngine's, whose environment variables are not read, and whose
+    `backward_override` is `backward` here. Other formats and attention are refused."""
 
     name: ClassVar[str] = "nvfp4"
 

@@ -24,6 +24,7 @@ from te_inductor.recipes.formats import (
     padded,
 )
 
+HIGH = "high_precision"  # in the place of an element's name: an operand that is not cast
 METRICS = ("MAE", "MSE")  # a block's error: the sum of its values' errors, or of their squares
 
 
@@ -163,6 +164,8 @@ class Gemm(Constant):
     def __post_init__(self) -> None:
         if not SCOPES.keys() >= set(self.scopes):
             raise RecipeError(f"{self.name} of scopes {self.scopes}, expected of {', '.join(SCOPES)}")
+        if self.is_high:
+            return
         for element, scope in zip(self.elements, self.granularities, strict=True):
             if element not in scope.elements:
                 raise RecipeError(
@@ -176,6 +179,16 @@ class Gemm(Constant):
     def of(cls, name: str, a: Quantizer, b: Quantizer, fast_accum: bool = False) -> "Gemm":
         """The GEMM of operands that these have cast."""
         return cls(name, fast_accum, (a.scope, b.scope), (a.element, b.element), (a.scale_max, b.scale_max))
+
+    @classmethod
+    def of_high_precision(cls, name: str) -> "Gemm":
+        """The GEMM of tensors as they are; their scales are 1."""
+        return cls(name, elements=(HIGH, HIGH))
+
+    @property
+    def is_high(self) -> bool:
+        """Whether its operands are not cast. They have no formats then."""
+        return self.elements == (HIGH, HIGH)
 
     @property
     def transposes(self) -> bool:
@@ -203,7 +216,7 @@ class Gemm(Constant):
     @property
     def packed(self) -> int:
         """Values in a stored byte of either operand."""
-        return self.formats[0].packed
+        return 1 if self.is_high else self.formats[0].packed
 
     @property
     def granularities(self) -> tuple[Scope, Scope]:

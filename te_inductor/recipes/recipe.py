@@ -1,11 +1,14 @@
 """The recipe classes: what a user chooses, and the quantizers and GEMMs that each choice means for a linear layer."""
 
+import dataclasses
 import functools
 import json
-from dataclasses import asdict, fields
+from collections.abc import Iterator
+from dataclasses import asdict, fields, replace
 from typing import Any, ClassVar
 
 from te_inductor.errors import RecipeError
+from te_inductor.recipes.backward_precision import BackwardPrecision, Operands, resolve_backward
 from te_inductor.recipes.constants import Constant, constant
 from te_inductor.recipes.formats import Format
 from te_inductor.recipes.quantizers import Gemm, MMParams, QParams, Quantizer, check_fields
@@ -16,7 +19,8 @@ ATTENTION = "attention is not run in FP8 here"  # why fields of TransformerEngin
 
 @constant
 class Slots(Constant):
-    """Everything that the three GEMMs of one linear layer need: y = x wᵀ, dx = dy w, dw = dyᵀ x."""
+    """Everything that the three GEMMs of one linear layer need: y = x wᵀ, dx = dy w, dw = dyᵀ x. A GEMM of the
+    backward that has `Operands` multiplies those, and no copies that the quantizers here have cast."""
 
     input: Quantizer
     weight: Quantizer
@@ -24,6 +28,8 @@ class Slots(Constant):
     fprop: Gemm
     dgrad: Gemm
     wgrad: Gemm
+    dgrad_operands: Operands | None = None
+    wgrad_operands: Operands | None = None
 
     def __post_init__(self) -> None:
         if self.weight.hadamard or self.input.hadamard != self.grad_output.hadamard:
@@ -62,6 +68,22 @@ class Slots(Constant):
             wgrad=wgrad.gemm("wgrad", grad_output, input),
         )
 
+    @property
+    def casts_gradient(self) -> bool:
+        """Whether `grad_output` casts dy, for one GEMM or for both."""
+        return self.dgrad_operands is None or self.wgrad_operands is None
+
+    @property
+    def multiplies_given(self) -> bool:
+        """Whether dgrad wants the weight itself, and not a copy that fprop had."""
+        return self.dgrad_operands is not None and not self.dgrad_operands.dequantized
+
+    def all(self) -> Iterator["Slots"]:
+        """Yields these slots, and those that cast the operands of the backward in their place."""
+        yield self
+        others = (one.slots for one in (self.dgrad_operands, self.wgrad_operands) if one is not None)
+        yield from dict.fromkeys(slots for slots in others if slots is not None)
+
     def to_text(self) -> str:
         """These, as a program's file can hold them: torch.export.save has no place for a constant of another class."""
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -74,10 +96,17 @@ class Slots(Constant):
 
 @functools.cache
 def _slots_of(text: str) -> Slots:
-    found: dict[str, dict[str, Any]] = json.loads(text)
+    return _read(json.loads(text))
+
+
+def _read(found: dict[str, dict[str, Any]]) -> Slots:
     made: dict[str, Any] = {name: Quantizer(**_fields(found[name])) for name in ("input", "weight", "grad_output")}
     for name in ("fprop", "dgrad", "wgrad"):
         made[name] = Gemm(**_fields(found[name]))
+    for name in ("dgrad_operands", "wgrad_operands"):
+        if (operands := found.get(name)) is not None:
+            slots = operands["slots"] and _read(operands["slots"])
+            made[name] = Operands(slots, operands["dequantized"])  # type: ignore[arg-type]
     return Slots(**made)
 
 
@@ -88,13 +117,21 @@ def _fields(found: dict[str, Any]) -> dict[str, Any]:
 
 @constant
 class Recipe(Constant):
-    """Base of the recipes. An instance is a constant of the graph: equal recipes never recompile."""
+    """Base of the recipes. An instance is a constant of the graph: equal recipes never recompile.
+
+    `backward` is the precision of the backward's GEMMs where it is not the recipe's own: ``"high_precision"``,
+    ``"dequantized"``, another recipe or its name, or a `BackwardPrecision`, or a mapping, that says it of each GEMM."""
 
     name: ClassVar[str] = ""
     of_stored_weights: ClassVar[bool] = False  # for weights that `quantize_` has stored, and no others
 
+    backward: BackwardPrecision | Any | None = dataclasses.field(
+        default=None, kw_only=True
+    )  # a `BackwardPrecision`, whatever it was given as
+
     def __post_init__(self) -> None:
         check_fields(self)
+        object.__setattr__(self, "backward", resolve_backward(self.backward, f"{type(self).__name__}.backward"))
         if getattr(self, "fp8_format", None) is Format.E2M1:
             raise RecipeError(
                 f"{type(self).__name__}.fp8_format is Format.E2M1, expected Format.E4M3 or Format.HYBRID; FP4 is"
@@ -104,9 +141,23 @@ class Recipe(Constant):
     def slots(self) -> Slots:
         raise RecipeError(f"{type(self).__name__} is the base of recipes, expected one of its subclasses")
 
-    def slots_of(self, module: str) -> Slots:
-        """The slots of the layer at this module path: the same for all, unless a recipe says otherwise."""
+    def slots_at(self, module: str) -> Slots:
+        """The recipe's own slots of the layer at this module path: the same for all, unless a recipe says otherwise."""
         return self.slots()
+
+    def slots_of(self, module: str) -> Slots:
+        """The slots of the layer at this module path, with the backward that it has."""
+        slots = self.slots_at(module)
+        return slots if self.backward is None else self.backward.applied(slots, module)
+
+    @property
+    def own(self) -> "Recipe":
+        """The recipe with the backward of its own."""
+        return self if self.backward is None else replace(self, backward=None)
+
+    def with_backward(self, default: BackwardPrecision | None) -> "Recipe":
+        """The recipe with a backward, unless it says itself which it has."""
+        return self if default is None or self.backward is not None else replace(self, backward=default)
 
 
 def refuse(recipe: Recipe, **reasons: str) -> None:

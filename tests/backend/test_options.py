@@ -43,7 +43,7 @@ def failure(**options) -> str:
         (
             {"precision": "fp8"},
             "unknown option 'precision'",
-            "expected one of amax_group, attention, fallback, logits, mode, policy, recipe, weights, wgrad; other keys are",
+            "expected one of amax_group, attention, backward, fallback, logits, mode, policy, recipe, weights, wgrad; other",
         ),
         ({"recipe": "curent"}, "unknown recipe 'curent'", "did you mean 'current'?"),
         (
@@ -163,6 +163,7 @@ def test_every_option_comes_from_the_environment(monkeypatch):
     values = {
         "RECIPE": "rowwise",
         "POLICY": '{"b": "none", "a.*": "block"}',
+        "BACKWARD": "dequantized",
         "FALLBACK": "silent",
         "WEIGHTS": "once",
         "WGRAD": "main_grad",
@@ -177,6 +178,7 @@ def test_every_option_comes_from_the_environment(monkeypatch):
     found = config.parse()
     assert (found.recipe, found.policy, found.fallback) == ("rowwise", (("b", "none"), ("a.*", "block")), "silent")
     assert (found.weights, found.wgrad, found.amax_group, found.mode) == ("once", "main_grad", "none", "max-autotune")
+    assert found.backward == "dequantized"
     given = {"recipe": "block", "policy": {}, "fallback": "warn", "weights": "each_call", "wgrad": "grad"}
     found = config.parse(given | {"amax_group": "mine"}, "default")  # options win
     assert (found.recipe, found.policy, found.fallback) == ("block", (), "warn")

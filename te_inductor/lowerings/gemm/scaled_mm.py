@@ -7,7 +7,7 @@ from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
 from te_inductor import ops
-from te_inductor.kernels import emulated, exact, fp8_small_m
+from te_inductor.kernels import emulated, exact, fp8_small_m, uncast
 from te_inductor.kernels.select import select
 from te_inductor.lowerings.casts import blocks
 from te_inductor.lowerings.casts.narrowing import narrowed
@@ -38,6 +38,8 @@ def scaled_mm(
         y = _adding(a, a_scale, b, b_scale, bias, added, gemm)
         return y or lowerings[aten.add](scaled_mm(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha), added)  # type: ignore[no-any-return]
     choice = select(cutlass_choices.problem_of(a, b, bias, gemm, out_dtype))
+    if choice.family is uncast.FAMILY:
+        return _add(_high(a, b, out_dtype), bias, out_dtype)  # type: ignore[no-any-return]
     if choice.family is emulated.FAMILY:
         return _emulated(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha)  # type: ignore[no-any-return]
     if choice.family is exact.FAMILY:
@@ -53,6 +55,16 @@ def _exact(a, a_scale, b, b_scale, bias, gemm, out_dtype):  # type: ignore[no-un
     """An fp8 value is exact in fp32, so this is the low-precision product up to the order of the fp32 sum."""
     y = lowerings[aten.mm](lowerings[convert](a, torch.float32), _transposed(lowerings[convert](b, torch.float32)))
     return _add(_scaled(y, a_scale, b_scale, out_dtype), bias, out_dtype)  # type: ignore[no-any-return]
+
+
+def _high(a, b, out_dtype):  # type: ignore[no-untyped-def]
+    """Mirrors `eager.high_product`."""
+    if a.get_dtype() == out_dtype:
+        return lowerings[aten.mm](a, _transposed(b))
+    if a.get_device_or_error().type == "cuda" and out_dtype == torch.float32:
+        return lowerings[aten.mm.dtype](a, _transposed(b), out_dtype)
+    a, b = (lowerings[convert](x, torch.float32) for x in (a, b))
+    return narrowed(lowerings[aten.mm](a, _transposed(b)), out_dtype)
 
 
 def _transposed(x):  # type: ignore[no-untyped-def]

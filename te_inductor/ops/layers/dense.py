@@ -11,7 +11,16 @@ from torch import Tensor
 
 from te_inductor.ops.casts import Copy, ScalePair, copies, current_scale, transpose
 from te_inductor.ops.gemm import product
-from te_inductor.ops.layers.layer import LinearLayers, Needed, Opened, Saved, flat, made_dtype, overflowing_sum
+from te_inductor.ops.layers.layer import (
+    LinearLayers,
+    Needed,
+    Opened,
+    Saved,
+    flat,
+    made_dtype,
+    overflowing_sum,
+    present,
+)
 from te_inductor.ops.layers.parts import BoundOperand
 from te_inductor.recipes import Gemm
 
@@ -25,6 +34,11 @@ class DenseLayers(LinearLayers):
     def cast_input(self, x: Tensor, groups: Sequence[Any], needed: Needed) -> tuple[Copy, Saved, Sequence[Any]]:
         row, column, shape = self._copies([x], "input", self.input, True, needed.weights)
         return row, Copy.saved(column), shape  # type: ignore[return-value]
+
+    def in_high_precision(self, dequantized: bool) -> LinearLayers:
+        from te_inductor.ops.layers.high_precision import HighDense
+
+        return HighDense(**vars(self), dequantized=dequantized)
 
     def cast_weights(self, weights: Sequence[Tensor], columnwise: bool) -> tuple[list[Copy], Saved]:
         pairs: Any = self.found(weights, columnwise)
@@ -53,12 +67,12 @@ class DenseLayers(LinearLayers):
 
     def cast_gradients(
         self, opened: "_Dense", gemms: int, needed: Needed
-    ) -> tuple[list[Copy | None], Copy | None, Sequence[Any]]:
+    ) -> tuple[Sequence[Copy | None], Sequence[Copy], Sequence[Any]]:
         """Casts dy with one scale, however many GEMMs there are. A layer whose sums are scattered is one GEMM."""
         quantizer = self.slots.grad_output
         if gemms == 1:
             row, column, shape = self._copies(opened.whole, "grad_output", self.output, needed.x, needed.weights)
-            return [row], column, shape
+            return [row], present(column), shape
         known = self.pair("grad_output", opened.dys, self.output)
         if known is None and quantizer.granularity.whole:
             known = ScalePair(*current_scale(opened.dys, quantizer))
@@ -66,9 +80,9 @@ class DenseLayers(LinearLayers):
         if needed.x:
             rows = [copies([dy], 1, quantizer, known, columnwise=False)[0] for dy in opened.dys]
         column = copies(opened.dys, 1, quantizer, known, rowwise=False, columnwise=True)[1] if needed.weights else None
-        return rows, column, opened.whole[0].shape[:-1]
+        return rows, present(column), opened.whole[0].shape[:-1]
 
-    def weight_columns(self, of_weights: Saved) -> list[Callable[[], Copy]]:
+    def weight_columns(self, of_weights: Saved, width: int) -> list[Callable[[], Copy]]:
         return [partial(Copy, *of_weights[place : place + 3]) for place in range(0, len(of_weights), 3)]
 
     def input_column(self, opened: Opened, of_x: Saved, groups: Sequence[Any], width: int) -> Copy:

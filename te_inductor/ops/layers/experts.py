@@ -15,7 +15,7 @@ from te_inductor.kernels.select import select
 from te_inductor.ops import grouped as ops
 from te_inductor.ops.casts import Copy, copies, current_scale, quantize_delayed, tensor_amax
 from te_inductor.ops.gemm import operands_of
-from te_inductor.ops.layers.layer import LinearLayers, Needed, Opened, Saved, made_dtype, overflowing_sum
+from te_inductor.ops.layers.layer import LinearLayers, Needed, Opened, Saved, made_dtype, overflowing_sum, present
 from te_inductor.ops.layers.parts import BoundOperand
 from te_inductor.ops.permutations import cat_bytes, place_rows, take_bytes
 from te_inductor.ops.written_out import leaves
@@ -42,6 +42,11 @@ class ExpertLayers(LinearLayers):
         # Without a gradient of x nobody else wants the places, which are a sort's inverse.
         a = row if rows is None else _picked(row, quantizer, rows, places if needed.x else None, x.shape)
         return a, (row.data, row.scale_inv) if quantizer.granularity.whole else (x, None), ()
+
+    def in_high_precision(self, dequantized: bool) -> LinearLayers:
+        from te_inductor.ops.layers.high_precision import HighExperts
+
+        return HighExperts(**vars(self), dequantized=dequantized)
 
     def cast_weights(self, weights: Sequence[Tensor], columnwise: bool) -> tuple[list[Copy], Saved]:
         """Saved are the scales with which the backward casts, the column copy, and the weights where there is none."""
@@ -83,7 +88,7 @@ class ExpertLayers(LinearLayers):
 
     def cast_gradients(
         self, opened: "_Grouped", gemms: int, needed: Needed
-    ) -> tuple[list[Copy | None], Copy | None, Sequence[Any]]:
+    ) -> tuple[Sequence[Copy | None], Sequence[Copy], Sequence[Any]]:
         [dy], quantizer = opened.dys, self.slots.grad_output
         row: Copy | None = None
         if quantizer.granularity.whole:
@@ -96,9 +101,9 @@ class ExpertLayers(LinearLayers):
                 row, _ = copies([dy], 0, quantizer, None, columnwise=False)
             data, scale_inv = dy, None
         column = opened.columns(data, scale_inv, opened.source, quantizer) if needed.weights else None
-        return [row], column, ()
+        return [row], present(column), ()
 
-    def weight_columns(self, of_weights: Saved) -> list[Callable[[], Copy]]:
+    def weight_columns(self, of_weights: Saved, width: int) -> list[Callable[[], Copy]]:
         scales, column, weights = of_weights[:3], of_weights[3:5], of_weights[5:]
         if not weights:
             return [partial(Copy, *column)]

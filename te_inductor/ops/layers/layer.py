@@ -3,7 +3,7 @@ what a layer is composed of."""
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from te_inductor.ops.layers.parts import (
     is_turned,
 )
 from te_inductor.recipes import Gemm, Quantizer, Slots
+from te_inductor.recipes.backward_precision import Operands
 from te_inductor.recipes.constants import Constant, constant
 from te_inductor.recipes.formats import FP16_OVERFLOW
 from te_inductor.recipes.losses import Loss
@@ -86,8 +87,13 @@ class LinearLayers(Operation):
         groups, weights, biases = self._parts(given)
         wanted = needs[-len(weights) - len(biases) :]
         needed = Needed(needs[0], any(wanted[: self.count]), any(wanted[self.count :]))
-        a, of_x, shape = self.cast_input(x, groups, needed)
-        bs, of_weights = self.cast_weights(weights, needed.x)
+        dgrad, wgrad = self.of_backward
+        a, of_x, shape = self.cast_input(x, groups, needed._replace(weights=needed.weights and wgrad is self))
+        bs, of_weights = self.cast_weights(weights, needed.x and dgrad is self)
+        if needed.weights and wgrad is not self:
+            of_x = wgrad.keep_input(x, a, groups, needed)
+        if needed.x and dgrad is not self:
+            of_weights = dgrad.keep_weights(weights, bs)
         ys: list[Tensor] = []
         for b, bias in zip(bs, self._joined(biases, len(bs)), strict=True):
             late = self.output.adds_up and bias is not None  # a sum over ranks has it once
@@ -113,33 +119,61 @@ class LinearLayers(Operation):
         saved = ctx.saved_tensors  # once: each access unpacks them
         of_x, of_weights, groups = saved[: ctx.ends[0]], saved[ctx.ends[0] : ctx.ends[1]], saved[ctx.ends[1] :]
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        dx, dws, dbs = None, [None] * len(dys), [None] * (0 if bias_dtype is None else len(dys))
-        opened = self.open(dys, of_x, groups, weight_dtype)
-        columns = self.weight_columns(of_weights)
-        if needed.x or needed.weights:
-            rows, column, shape = self.cast_gradients(opened, len(columns), needed)
-            if self.step.grad_amax is not None:
-                record_amax(opened.dys, self.step.grad_amax)
+        dx, dbs = None, [None] * (0 if bias_dtype is None else len(dys))
+        dws: list[Tensor | None] = [None] * len(dys)
+        dgrad, wgrad = self.of_backward
+        opened = wgrad.open(dys, of_x, groups, weight_dtype)
+        columns = dgrad.weight_columns(of_weights, ctx.width)
+        rows, turned, shape = self._cast_gradients(opened, len(columns), needed)
         if needed.x:
             pairs = zip(rows, columns, strict=True)
-            dxs = [self.multiply(a, b(), None, self.slots.dgrad, groups, weight_dtype) for a, b in pairs]
+            dxs = [dgrad.multiply(a, b(), None, self.slots.dgrad, groups, weight_dtype) for a, b in pairs]
             dx = self.input.back(_shaped(functools.reduce(torch.add, dxs), shape), added=True)
             dx = self.gathered_gradient(dx, groups).to(x_dtype)  # under autocast x is wider
         if needed.weights:
-            assert column is not None  # it was asked for
-            gradient = WeightGradient(
-                column,
-                self.input_column(opened, of_x, groups, ctx.width),
-                self.slots.wgrad,
-                opened.starts,
-                functools.partial(self.multiply_wgrad, opened, weight_dtype),
-                ctx.sizes,
-                ctx.turned,
-            )
-            dws = (self.sink or self.spec.sink).take(gradient, self.takers)  # type: ignore[assignment]
+            b = wgrad.input_column(opened, of_x, groups, ctx.width)
+            multiply = functools.partial(wgrad.multiply_wgrad, opened, weight_dtype)
+            dws = []
+            for place, a in enumerate(turned):
+                of = slice(place, place + 1) if len(turned) > 1 else slice(None)
+                gradient = WeightGradient(a, b, self.slots.wgrad, opened.starts, multiply, ctx.sizes[of], ctx.turned)
+                dws.extend((self.sink or self.spec.sink).take(gradient, self.takers[of]))
         if needed.biases:
             dbs = self.bias_gradients(opened, bias_dtype, ctx.sizes)  # type: ignore[assignment]
         return dx, None, *[None] * self.groups, *dws, *dbs
+
+    @property
+    def of_backward(self) -> tuple["LinearLayers", "LinearLayers"]:
+        """The layers whose dgrad and whose wgrad these have: they themselves, unless their slots say otherwise."""
+        dgrad, wgrad = self.slots.dgrad_operands, self.slots.wgrad_operands
+        of_dgrad = self._with(dgrad)
+        return of_dgrad, of_dgrad if wgrad == dgrad else self._with(wgrad)
+
+    def _with(self, operands: Operands | None) -> "LinearLayers":
+        if operands is None:
+            return self
+        if operands.slots is None:
+            return self.in_high_precision(operands.dequantized)
+        spec = replace(self.spec, slots=operands.slots, scales=ScaleSource(), weight=Operand())
+        return replace(self, spec=spec, weight=_HERE, step=_NO_STEP)
+
+    def _cast_gradients(
+        self, opened: "Opened", gemms: int, needed: Needed
+    ) -> tuple[Sequence[Copy | None], Sequence[Copy], Sequence[Any]]:
+        """The copies of dy, both made at once where they are of one kind."""
+        dgrad, wgrad = self.of_backward
+        rows: Sequence[Copy | None] = ()
+        turned: Sequence[Copy] = ()
+        shape: Sequence[Any] = ()
+        if dgrad is wgrad and (needed.x or needed.weights):
+            rows, turned, shape = dgrad.cast_gradients(opened, gemms, needed)
+        elif dgrad is not wgrad and needed.x:
+            rows, _, shape = dgrad.cast_gradients(opened, gemms, needed._replace(weights=False))
+        if dgrad is not wgrad and needed.weights:
+            _, turned, _ = wgrad.cast_gradients(opened, gemms, needed._replace(x=False))
+        if self.step.grad_amax is not None and (needed.x or needed.weights):
+            record_amax(opened.dys, self.step.grad_amax)
+        return rows, turned, shape
 
     def pair(self, slot: str, pieces: Sequence[Tensor], operand: BoundOperand | None = None) -> ScalePair | None:
         """The scale that pieces are cast with, where it does not follow from them alone. What several ranks have a part
@@ -179,6 +213,19 @@ class LinearLayers(Operation):
         """fprop's copies, one a GEMM, and what the backward needs of them."""
         raise NotImplementedError
 
+    def keep_input(self, x: Tensor, copy: Copy, groups: Sequence[Any], needed: Needed) -> Saved:
+        """What these layers' wgrad needs of x, whose copy other layers' fprop has."""
+        return self.cast_input(x, groups, needed)[1]
+
+    def keep_weights(self, weights: Sequence[Tensor], rows: Sequence[Copy]) -> Saved:
+        """What these layers' dgrad needs of the weights, whose copies other layers' fprop has."""
+        return self.cast_weights(weights, True)[1]
+
+    def in_high_precision(self, dequantized: bool) -> "LinearLayers":
+        """The layers whose backward multiplies in high precision: the operands themselves, or what copies of them stand
+        for."""
+        raise NotImplementedError
+
     def multiply(
         self,
         a: Copy | None,
@@ -197,13 +244,13 @@ class LinearLayers(Operation):
 
     def cast_gradients(
         self, opened: Any, gemms: int, needed: Needed
-    ) -> tuple[list[Copy | None], Copy | None, Sequence[Any]]:
-        """The copies of dy for dgrad, one a GEMM, and for wgrad, which is one GEMM; and dx's sizes in front of the
-        last."""
+    ) -> tuple[Sequence[Copy | None], Sequence[Copy], Sequence[Any]]:
+        """The copies of dy for dgrad, one a GEMM, and for wgrad, one for all weights or one a weight; and dx's sizes in
+        front of the last."""
         raise NotImplementedError
 
-    def weight_columns(self, of_weights: Saved) -> list[Callable[[], Copy]]:
-        """What makes dgrad's copies, one a GEMM."""
+    def weight_columns(self, of_weights: Saved, width: int) -> list[Callable[[], Copy]]:
+        """What makes dgrad's copies, one a GEMM, of weights of `width` columns."""
         raise NotImplementedError
 
     def gathered_gradient(self, dx: Tensor, groups: Sequence[Any]) -> Tensor:
@@ -232,6 +279,10 @@ class Opened:
 
 def flat(x: Tensor) -> Tensor:  # (M, C)
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def present(copy: Copy | None) -> list[Copy]:
+    return [] if copy is None else [copy]
 
 
 def _shaped(y: Tensor, shape: Sequence[Any]) -> Tensor:

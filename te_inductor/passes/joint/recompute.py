@@ -14,6 +14,7 @@ A column copy serves one GEMM of the backward alone.
   itself.
 - Copies of experts' rows likewise, transposed and padded by group: of the values or, with one scale, of the bytes of
   the row copy, which the backward's read of gate and up writes again.
+- What a copy of fprop stands for, which a backward in high precision multiplies, is made there of the copy.
 - That of a weight which FSDP gathered in low precision is its transpose: one more read of bytes that are there again.
 - Where blocks of a column have scales, which one read of them finds, that of a norm's output alone, where the reduction can
   hold its rows: any other tensor would be read once more than in the forward, where one read makes both copies.
@@ -42,6 +43,8 @@ _ONE_SCALE = (ops.quantize_rowcol_delayed, ops.quantize_pieces_delayed)
 _OWN_SCALES = (ops.quantize_rowcol, ops.quantize_pieces)
 _TWO_WAY = (*_ONE_SCALE, *_OWN_SCALES)
 _CASTS = (*_TWO_WAY, ops.quantize, ops.quantize_delayed)
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten._grouped_mm.default)  # of a backward in high precision
+_TURNS = (torch.ops.aten.permute.default, torch.ops.aten.t.default, torch.ops.aten.transpose.int)
 _CONSTANTS = (torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default)
 
 
@@ -49,6 +52,7 @@ def mark(graph: fx.Graph) -> None:
     backward = _after([node for node in graph.find_nodes(op="placeholder") if "tangent" in str(node.target)])
     if not backward:
         return
+    backward |= _values_of_copies(graph, backward)
     _save_what_changes(graph, backward)
     _save_statistics(graph, backward)
     _release_masks(graph, backward)
@@ -208,6 +212,16 @@ def _compute_again(sources: Sequence[fx.Node], available: set[fx.Node]) -> None:
             pending += node.all_input_nodes
 
 
+def _values_of_copies(graph: fx.Graph, backward: set[fx.Node]) -> set[fx.Node]:
+    """What copies stand for, which the backward alone multiplies, marked to be computed there: torch would save it."""
+    found = set()
+    for node in graph.find_nodes(op="call_function", target=ops.dequantize):
+        if node not in backward and "recompute" not in node.meta:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            found.add(node)
+    return found
+
+
 def _release_transposes(graph: fx.Graph, backward: set[fx.Node]) -> None:
     """Have the backward transpose weights that came in low precision, which FSDP gathers again for it."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
@@ -236,10 +250,18 @@ def _is_of_weight(cast: fx.Node, sources: Sequence[fx.Node]) -> bool:
 
 def _is_dgrads(cast: fx.Node, sources: Sequence[fx.Node]) -> bool:
     """Whether it makes an operand of a dgrad of inputs of the graph."""
-    readers = [user for copy in cast.users for user in copy.users]
+    readers = [*cast.users, *(user for copy in cast.users for user in copy.users)]
     arguments: list[Any] = [argument for user in readers for argument in user.args]
     dgrads = any(isinstance(argument, Gemm) and argument.name == "dgrad" for argument in arguments)
+    dgrads = dgrads or any(user.target is ops.dequantize and _is_weights(user) for user in readers)
     return dgrads and all(map(_is_of_input, sources))
+
+
+def _is_weights(values: fx.Node) -> bool:
+    """Whether what a copy stands for is multiplied as a weight is, and not as x is, by dy's transpose."""
+    read = reached([values], lambda node: () if node.target in _PRODUCTS else node.users)
+    lefts = [node.args[0] for node in read if node.target in _PRODUCTS]
+    return not any(isinstance(left, fx.Node) and left.target in _TURNS for left in lefts)
 
 
 def _scope_of(cast: fx.Node) -> Scope:

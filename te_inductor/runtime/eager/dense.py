@@ -160,7 +160,10 @@ def scaled_mm(
     alpha: Tensor | None = None,  # (), (M, 1) or (1, N), factor of the product, of two-level scales
     added: Tensor | None = None,  # (M, N), of out_dtype
 ) -> Tensor:  # (M, N)
-    if gemm.microscaled:
+    if gemm.is_high:
+        with torch.autocast(a.device.type, enabled=False):  # as below
+            y = high_product(a, b, out_dtype)
+    elif gemm.microscaled:
         y = _emulated(a, a_scale, b, b_scale, gemm, alpha).to(out_dtype)
     elif a.device.type == "cuda" and (not gemm.blocked or (a.numel() and targets.of(a.device).block_scaled_mm)):
         y = (_cuda_blocks if gemm.blocked else _cuda)(a, a_scale, b, b_scale, gemm, out_dtype)
@@ -185,6 +188,15 @@ def accumulate_wgrad(
     dw = scaled_mm(a, a_scale, b, b_scale, None, gemm, torch.float32, alpha)
     for total, gradient in zip(totals, dw.split([total.shape[0] for total in totals]), strict=True):
         total.data.add_(gradient)
+
+
+def high_product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """The GEMM of tensors that are not cast, rounded to their dtype or not at all."""
+    if a.dtype == out_dtype:
+        return a @ b.t()
+    if a.device.type == "cuda" and out_dtype == torch.float32:
+        return torch.mm(a, b.t(), out_dtype=out_dtype)
+    return (a.float() @ b.float().t()).to(out_dtype)
 
 
 def _emulated(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: Gemm, alpha: Tensor | None) -> Tensor:

@@ -41,10 +41,10 @@ def recipe_of(candidate: Candidate, wanted: Recipe | None, weight: GatheredWeigh
             *(found.name, _REMEDY),
         )
         return None
-    if wanted != found:
+    if wanted.own != found.own:
         name = repr(found.name) if wanted.name != found.name else str(found)
         candidate.unmet["recipe"] = Refusal("its weight was gathered for %s, which it runs in; %s", name, _REMEDY)
-    return found
+    return found.with_backward(wanted.backward)
 
 
 def check_gathers(plan: Plan) -> None:
@@ -88,6 +88,8 @@ def _why_not_gathered(
             "recipe %r has scales of its rows for fprop and of its columns for dgrad, which no one cast gives",
             site.recipe.name if site.recipe else "none",
         )
+    if slots.multiplies_given:
+        return Refusal("the backward multiplies by the weight itself, or casts it by another recipe")
     if slots.weight.stochastic or slots.weight.hadamard:
         return Refusal("its cast is not the same for each rank's rows")
     rows = n if scope.whole else n // ranks  # no block may lie in two shards
@@ -161,6 +163,8 @@ def _text(template: str, found: ExchangeNodes, element: str, refusal: Refusal | 
 def _why_not_exchanged(plan: Plan, site: Candidate, found: ExchangeNodes, bodies: Bodies) -> Refusal | None:
     """Why rows are exchanged in high precision."""
     slots: Any = site.slots
+    if slots.dgrad_operands is not None or slots.wgrad_operands is not None:
+        return Refusal("the backward multiplies them in another precision than the forward")
     scopes = [slots.input.granularity, slots.grad_output.granularity]
     if not all(scope.whole for scope in scopes):
         return Refusal(

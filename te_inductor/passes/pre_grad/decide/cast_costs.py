@@ -66,9 +66,11 @@ class Layers:
     layers: tuple[Layer, ...]
     x: Maker
     scales: Scales
-    dgrad: bool = True
+    dgrad: bool = True  # in low precision
     wgrad: bool = True
     weights: Weights = "each_call"
+    high: int = 0  # GEMMs of the backward in high precision
+    dequantized: tuple[bool, bool] = (False, False)  # whether dgrad, wgrad multiply what fprop's copies stand for
 
     @property
     def n(self) -> int:
@@ -77,7 +79,7 @@ class Layers:
 
     @property
     def gemms(self) -> int:
-        """The GEMMs of each layer."""
+        """The GEMMs of each layer in low precision."""
         return 1 + self.dgrad + self.wgrad
 
     @property
@@ -95,7 +97,7 @@ class Casts:
 
 def casts_of(layers: Layers) -> Casts:
     """The casts of a call, with its backward. Layers of one input are one GEMM (merging.py)."""
-    parts = _input(layers), _weights(layers), _gradients(layers)
+    parts = _input(layers), _weights(layers), _gradients(layers), _values(layers)
     merged = layers.gemms * (len(layers.layers) - 1)
     return Casts(sum(moved for moved, _ in parts), sum(launches for _, launches in parts) - merged)
 
@@ -106,6 +108,13 @@ def _input(layers: Layers) -> tuple[int, int]:
         moved, launches = moved + _READ + 1, launches + 1
     scales, more = _scales(layers, layers.x, 1 + layers.wgrad)
     return layers.m * layers.k * (moved + scales), launches + more
+
+
+def _values(layers: Layers) -> tuple[int, int]:
+    """The copies that a backward in high precision writes out."""
+    of_weights, of_x = layers.dequantized
+    elements = of_weights * layers.n * layers.k + of_x * layers.m * layers.k
+    return (1 + _READ) * elements, of_weights * len(layers.layers) + of_x
 
 
 def _gradients(layers: Layers) -> tuple[int, int]:

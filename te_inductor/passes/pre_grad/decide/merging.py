@@ -116,7 +116,8 @@ def _kind(tensor: Any) -> tuple[Any, ...]:
 
 
 def _can_join(match: Match, slots: Slots, writes: Writes) -> bool:
-    scopes = [quantizer.granularity for quantizer in (slots.input, slots.weight, slots.grad_output)]
+    quantizers = (one for own in slots.all() for one in (own.input, own.weight, own.grad_output))
+    scopes = [quantizer.granularity for quantizer in quantizers]
     if is_gathered(match.weight) and (match.parallel is None or match.parallel.weight != 0):
         # Each was cast with its own scale, into memory of its own: its GEMMs are its own, and only x and dx are common.
         return False

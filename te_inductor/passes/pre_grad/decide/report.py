@@ -60,6 +60,7 @@ def _weights(plan: Plan) -> dict[str, torch.nn.Parameter]:
 
 def _sites(plan: Plan, candidate: Candidate, merged: tuple[str, ...], rows: int | None) -> Iterator[Site]:
     recipe = "none" if candidate.recipe is None else candidate.recipe.name
+    backward = candidate.recipe.backward if candidate.recipe is not None and candidate.low else None
     match = candidate.match
     elsewhere = plan.options.wgrad != "grad" and "wgrad" not in candidate.unmet
     turns = candidate.low and candidate.slots is not None and candidate.slots.wgrad.transposes and not elsewhere
@@ -69,15 +70,18 @@ def _sites(plan: Plan, candidate: Candidate, merged: tuple[str, ...], rows: int 
         # Weights that FSDP2 gathered have a scale each, so that nothing but wgrad is one GEMM; those that are turned have
         # one each.
         one = merged if (not turned if gemm == "wgrad" else not is_gathered(match.weight)) else ()
+        if candidate.low and candidate.slots is not None and getattr(candidate.slots, gemm).is_high:
+            one = ()  # a product for each weight
         sizes = merged_shapes if one and not accumulates else shapes
         kernel, library = _kernel(plan, candidate, gemm, sizes, accumulates, turned and gemm == "wgrad")
         if library is not None:
             plan.outcome.libraries.add(library)
         refusal = candidate.refusal or (candidate.emulated if kernel == emulated.FAMILY.name else None)
         reason = None if refusal is None else str(refusal)
+        named = recipe if backward is None else backward.name_of(gemm) or recipe
         outside = refusal is not None and refusal.outside
         yield Site(
-            candidate.fqn, candidate.rule.pattern, gemm, plain(shapes), recipe, kernel, reason, one, outside=outside
+            candidate.fqn, candidate.rule.pattern, gemm, plain(shapes), named, kernel, reason, one, outside=outside
         )
 
 

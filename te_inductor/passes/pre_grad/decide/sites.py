@@ -28,6 +28,7 @@ from te_inductor.passes.pre_grad.sites import requirements
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.presentation.report import Unmet
 from te_inductor.recipes import DelayedScaling, Recipe
+from te_inductor.recipes.backward_precision import resolve_backward
 from te_inductor.recipes.regions import Region, active
 from te_inductor.runtime.eager.delayed import check_functions
 
@@ -36,13 +37,17 @@ def resolve_recipes(plan: Plan) -> None:
     """Give each site its recipe: none where autocast is disabled, else that of the first policy entry that matches it,
     else that of the region, else the default."""
     default = recipes.resolve(plan.options.recipe)
+    backward = resolve_backward(plan.options.backward, plan.options.backward_name)
     policy = Policy(plan.options.policy, plan.options.policy_name)
     for candidate in plan.candidates:
         entry = policy.of(candidate.place.names, candidate.match.sizes)
         weight = compat.shard_of(value(candidate.match.weight))
         recipe, by_policy = _recipe(candidate, entry, default), entry is not None
+        recipe = None if recipe is None else recipe.with_backward(backward)
         if isinstance(weight, StoredWeight):
             candidate.precision = Precision(weight.recipe, stored=True)
+            if recipe is not None and recipe.backward is not None:
+                candidate.unmet["backward"] = Refusal("its weight is stored, as a constant, in a precision of its own")
             continue
         if isinstance(weight, GatheredWeight):
             recipe, by_policy = between_ranks.recipe_of(candidate, recipe, weight), True
@@ -86,7 +91,10 @@ def check_sites(plan: Plan) -> None:
                 or transforms.refusal(transforms_of.get(match.node))
                 or (None if candidate.by_policy else routers.refusal(match, choosing))
                 or candidate.rule.check(match)
-                or candidate.rule.check_slots(match, candidate.slots)
+                or next(
+                    filter(None, (candidate.rule.check_slots(match, slots) for slots in candidate.slots.all())), None
+                )
+                or requirements.backward(value(match.node).dtype, weight, candidate.slots, match.dims > 2)
                 or _refusal_here(match, plan, is_cpp)
             )
             if candidate.refusal is None:
@@ -144,7 +152,10 @@ def check_extras(plan: Plan) -> None:
     if plan.options.amax_group:
         checks["amax_group"] = lambda site: delayed.not_over_group(site.recipe, plan.options)
     plan.outcome.report.unmet.extend(
-        Unmet("recipe", site.fqn, str(site.unmet["recipe"])) for site in plan.candidates if "recipe" in site.unmet
+        Unmet(option, site.fqn, str(site.unmet[option]))
+        for option in ("recipe", "backward")
+        for site in plan.candidates
+        if option in site.unmet
     )
     for option, check in checks.items():
         refusals = {node: check(site) for node, site in sites.items()}

@@ -56,7 +56,7 @@ from te_inductor.passes.pre_grad.sites import exchanges
 from te_inductor.passes.pre_grad.sites.products import hint
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.presentation.report import GraphWeight, WeighedLayers, Weighing
-from te_inductor.recipes import DelayedScaling
+from te_inductor.recipes import DelayedScaling, Slots
 
 MARGIN = 1.25
 SHARE = 0.2
@@ -177,16 +177,27 @@ def _judged(
 def _layers(rows: int, sites: Sequence[Candidate], makers: Makers, weights: str) -> Layers:
     match = sites[0].match
     gemms = {gemm for site in sites for gemm, _ in site.match.gemms()}
+    slots: Slots = sites[0].slots  # type: ignore[assignment]
+    high = {gemm for gemm in gemms if getattr(slots, gemm).is_high}
+    written = [
+        gemm in high and bool(operands and operands.dequantized)
+        for gemm, operands in (("dgrad", slots.dgrad_operands), ("wgrad", slots.wgrad_operands))
+    ]
+    x = makers.of_input(match)
+    if "wgrad" in high and not written[1] and x == "kernel":
+        x = "shared kernel"  # wgrad reads it too
     kept: Weights = "once" if weights == "once" else "each_call"
     return Layers(
         rows,
         match.sizes[2],
         tuple(Layer(site.match.sizes[1], _gradient(site, makers)) for site in sites),
-        makers.of_input(match),
+        x,
         _scales(sites[0]),
-        "dgrad" in gemms,
-        "wgrad" in gemms,
+        "dgrad" in gemms - high,
+        "wgrad" in gemms - high,
         "gathered" if _is_gathered(match) else kept,
+        len(high),
+        (written[0], written[1]),
     )
 
 
@@ -205,7 +216,7 @@ def _weigh_experts(
     rows: int, sites: Sequence[Candidate], makers: Makers, weights: str, rates: targets.Rates
 ) -> Weighing:
     match, n = sites[0].match, sum(site.match.sizes[1] for site in sites)
-    gemms = len(list(match.gemms()))
+    gemms = sum(not getattr(sites[0].slots, gemm).is_high for gemm, _ in match.gemms())
     return of_experts(rows, n, match.sizes[2], match.experts, gemms, _scales(sites[0]), rates)
 
 
@@ -246,7 +257,8 @@ def of_layers(layers: Layers, rates: targets.Rates) -> Weighing:
     fp8 = rates.block_flops if layers.scales == "blocks" else rates.fp8_flops
     saved = layers.flops * (1 / rates.bf16_flops - 1 / fp8)
     cost = casts.bytes / rates.bytes + casts.launches * rates.launch
-    return Weighing(layers.flops / rates.bf16_flops, saved, cost, casts.launches)
+    bf16 = layers.flops * (layers.gemms + layers.high) / layers.gemms / rates.bf16_flops
+    return Weighing(bf16, saved, cost, casts.launches)
 
 
 def of_experts(m: int, n: int, k: int, experts: int, gemms: int, scales: Scales, rates: targets.Rates) -> Weighing:

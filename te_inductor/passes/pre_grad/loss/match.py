@@ -78,6 +78,8 @@ def _refusal(plan: Plan, site: Candidate, found: Reading, in_grad_mode: set[fx.N
         return Refusal("gradients are recorded of one of the output layer and its loss")
     if plan.writes.between([*operands, found.product, *found.steps], found.product, found.call):
         return Refusal("the graph writes what the loss is made of")
+    if site.low and site.recipe is not None and site.recipe.backward is not None:
+        return Refusal("its backward is computed with the loss, in the recipe's own precision alone")
     if site.low and site.slots is not None and slots_of_loss(site.slots) is None:
         return Refusal("the products of recipe %r have no backward of a loss", site.recipe.name if site.recipe else "")
     if found.outputs or found.aside:

@@ -99,7 +99,8 @@ class DelayedSites:
         gathers: GatheredWeights,
         writes: Writes,
     ) -> None:
-        self.bodies, self.inputs, self.recipe, self.slots = bodies, inputs, recipe, recipe.slots()
+        self.bodies, self.inputs, self.slots = bodies, inputs, recipe.slots_of("")
+        self.recipe: DelayedScaling = recipe.own  # type: ignore[assignment]  # of which the state is, whatever its backward
         self.extras, self.groups, self.gathers, self.writes = extras, groups, gathers, writes
         self.graph = bodies.root.graph
         self.paths = {match.node: path for path, match in sites}
@@ -176,7 +177,7 @@ class DelayedSites:
             self.in_step |= {one.group for one in (of_x, of_weight) if one and one.group}
             self.inputs.groups |= exchanging
             self.inputs.exchanging += [one.state.readers[0] for one in (of_x, of_weight) if one]
-        if training and not match.knows_gradient:
+        if training and self.slots.casts_gradient and not match.knows_gradient:
             of_grad = self._quantizer(match, weight, "grad_output")
             self.inputs.exchanging += [of_grad.state.readers[0]] if exchanging else []
             known["grad_output"] = self._known(of_grad, graph)

@@ -59,7 +59,7 @@ class CachedSites:
         owners = [self.bodies.outer(match.weight) for match in matches]
         stateful = recipe if isinstance(recipe, DelayedScaling) else None
         spec = Spec(slots.weight, first.transposed, len(matches), stateful)
-        columns = value(first.node).requires_grad and value(first.x).requires_grad
+        columns = value(first.node).requires_grad and value(first.x).requires_grad and slots.dgrad_operands is None
         places = [str(owner.target) if owner.op == "get_attr" else self.bodies.place_of(owner) for owner in owners]
         self.inputs[first.node] = CachedInput(places, spec, columns)
         self.keeps.weights.append(self.inputs[first.node])

@@ -87,6 +87,7 @@ class Grouped(Rule):
         problems = (
             Problem(target, sizes, gemm, dtypes[0], program=program, held=dtypes[1])
             for gemm in (slots.fprop, slots.dgrad, slots.wgrad)
+            if not gemm.is_high
         )
         if all(select(problem).family is grouped_library.FAMILY for problem in problems):
             return None

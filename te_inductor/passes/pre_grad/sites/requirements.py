@@ -57,7 +57,7 @@ def bias(bias: torch.Tensor | None, n: int, experts: int | None = None) -> Refus
 
 def blocks(slots: Slots, weight: torch.Tensor, n: int, k: int) -> Refusal | None:
     """What scales of blocks ask for beyond the checks above."""
-    if not slots.fprop.blocked or emulated(slots, weight.device):
+    if not slots.fprop.blocked or _is_emulated(slots, weight.device):
         return None
     target = targets.of(weight.device)
     if not slots.fprop.microscaled and target.capability is not None and not target.block_scaled_mm:
@@ -87,13 +87,34 @@ def not_stored(recipe: Recipe, weight: torch.Tensor) -> Refusal:
     )
 
 
+def backward(dtype: torch.dtype, weight: torch.Tensor, slots: Slots, experts: bool) -> Refusal | None:
+    """What a backward in another precision asks for, of a layer that computes in `dtype`."""
+    if isinstance(weight, GatheredWeight) and slots.multiplies_given:
+        return Refusal(
+            "the backward multiplies by the weight itself, which was gathered in low precision; backward='dequantized'"
+            " multiplies by what was gathered"
+        )
+    if experts and dtype != torch.bfloat16 and (slots.dgrad.is_high or slots.wgrad.is_high):
+        return Refusal(
+            "the backward of experts in high precision is torch's grouped product, which it compiles for bfloat16 alone,"
+            " here is %s",
+            str(dtype).removeprefix("torch."),
+        )
+    return None
+
+
+def _is_emulated(slots: Slots, device: torch.device) -> bool:
+    return slots.fprop.microscaled and not targets.of(device).multiplies(slots.fprop)
+
+
 def emulated(slots: Slots, device: torch.device) -> Refusal | None:
     """Why a site multiplies what its low-precision operands stand for; None where the operands themselves are
     multiplied."""
-    if not slots.fprop.microscaled or targets.of(device).multiplies(slots.fprop):
+    found = [one for one in slots.all() if _is_emulated(one, device)]
+    if not found:
         return None
     dtype = "bfloat16" if targets.of(device).is_gpu else "float32"
-    gemms = (slots.fprop, slots.wgrad)
+    gemms = [gemm for one in found for gemm in (one.fprop, one.wgrad) if not gemm.is_high]
     elements = ", ".join(sorted({element for gemm in gemms for element in gemm.elements}))
     scopes = ", ".join(sorted({scope for gemm in gemms for scope in gemm.scopes}))
     return Refusal(
