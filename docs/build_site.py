@@ -2,7 +2,8 @@
 
 Pages are those of this folder, the README and those of `TOP`, copied into a temporary folder with the links
 that a site needs: a page's file becomes its page, an example its section of docs/examples.md, any other file of the
-repository its name. The reference comes from docstrings, and so do the tables of docs/modules.md."""
+repository its name. The reference comes from docstrings, and so do the tables of docs/modules.md. Examples in cells
+are run, and become notebooks: notebooks.py."""
 
 import ast
 import os
@@ -12,8 +13,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parent))  # also where this file is loaded by its path
+import notebooks
+
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<!!)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>[^)\s]+)\)")
+NOTEBOOKS = {ROOT / "examples/tour.py": "notebooks/tour.md"}
 TOP = ("changelog", "contributing", "security")
 FENCED = re.compile(r"(^```.*?^```[ \t]*$)", re.MULTILINE | re.DOTALL)
 
@@ -21,7 +26,8 @@ FENCED = re.compile(r"(^```.*?^```[ \t]*$)", re.MULTILINE | re.DOTALL)
 def pages() -> dict[Path, str]:
     """The place in the site of each page, by its file."""
     found = {path: str(path.relative_to(ROOT / "docs")) for path in sorted((ROOT / "docs").rglob("*.md"))}
-    return {ROOT / "README.md": "index.md"} | {ROOT / f"{name.upper()}.md": f"{name}.md" for name in TOP} | found
+    top = {ROOT / "README.md": "index.md"} | {ROOT / f"{name.upper()}.md": f"{name}.md" for name in TOP}
+    return top | NOTEBOOKS | found
 
 
 def relinked(text: str, page: Path, places: dict[Path, str]) -> str:
@@ -47,7 +53,8 @@ def relinked(text: str, page: Path, places: dict[Path, str]) -> str:
 
 def examples() -> str:
     """The sections of docs/examples.md: each example's docstring is part of its source."""
-    found = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem != "__init__"]
+    found = [path for path in sorted((ROOT / "examples").glob("*.py")) if path not in NOTEBOOKS]
+    found = [path for path in found if path.stem != "__init__"]
     return "\n".join(f"## {path.stem}\n\n```python\n{path.read_text()}```\n" for path in found)
 
 
@@ -81,12 +88,16 @@ def contents() -> str:
     return text
 
 
-def write(folder: Path) -> None:
-    """Sphinx's source folder."""
+def write(folder: Path, run: bool = True) -> None:
+    """Sphinx's source folder; with `run`, notebooks have their outputs."""
     places = pages()
     for path, place in places.items():
         target = folder / place
         target.parent.mkdir(parents=True, exist_ok=True)
+        if path in NOTEBOOKS:
+            found = notebooks.executed(path) if run else notebooks.cells(path.read_text())
+            target.write_text(relinked(notebooks.page(found, target), path, places))
+            continue
         text = relinked(path.read_text(), path, places)
         if place == "index.md":
             text += "\n" + contents()

@@ -1,5 +1,6 @@
 """The site that `make docs` builds: its links, and that the reference holds the public names."""
 
+import json
 import os
 import re
 import subprocess
@@ -74,8 +75,43 @@ def test_a_picture_of_figures_is_drawn_from_a_table(tmp_path):
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 
 
+PROGRAM = '''"""For who reads the file."""
+
+# %% [markdown]
+# # A title
+
+# %%
+x = 2
+print(x, x + 1)
+
+# %%
+y = x * x
+'''
+
+
+def test_a_notebook_has_a_programs_cells_and_what_they_print(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    notebooks = loaded("notebooks")
+    found = notebooks.executed(path)
+    assert [cell.is_text for cell in found] == [True, False, False] and found[0].source == "# A title"
+    assert [cell.printed for cell in found] == ["", "2 3\n", ""]
+    text = notebooks.page(found, tmp_path / "program.md")
+    assert "```python\nx = 2\nprint(x, x + 1)\n```\n\n```text\n2 3\n```" in text and "For who" not in text
+    made = json.loads((tmp_path / "program.ipynb").read_text())
+    assert [cell["cell_type"] for cell in made["cells"]] == ["markdown", "code", "code"]
+    assert made["cells"][1]["outputs"] == [{"output_type": "stream", "name": "stdout", "text": "2 3\n"}]
+
+
+def test_a_cell_that_fails_fails_the_build(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text("# %%\n1 / 0\n")
+    with pytest.raises(subprocess.CalledProcessError):
+        loaded("notebooks").executed(path)
+
+
 def test_every_link_leads_to_a_page(tmp_path):
-    site.write(tmp_path)
+    site.write(tmp_path, run=False)
     links = 0
     for page in tmp_path.rglob("*.md"):
         for match in site.LINK.finditer(site.FENCED.sub("", page.read_text())):
