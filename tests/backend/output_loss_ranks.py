@@ -4,17 +4,21 @@ test_output_loss_ranks.py."""
 import copy
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+import te_inductor
 from te_inductor.passes.pre_grad.loss import match
+from te_inductor.runtime.eager import losses as eager
 from tests import ranks
 from tests.losses import error
 
@@ -65,14 +69,15 @@ def program(rank: Rank, kind: str, recipe: str) -> Any:
             fully_shard(one.body, mesh=rank.mesh)
             fully_shard(one, mesh=rank.mesh)
         else:
-            parallelize_module(one, rank.mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
+            parallelize_module(one, rank.mesh, _plan(kind))
         wrapped.append(one)
     options = {"recipe": recipe, "policy": {"body": "none"}, "logits": "omit", "fallback": "silent"}
-    run = torch.compile(wrapped[0], backend="te", options=options, dynamic=False if kind == "tp" else None)
+    sharded = kind in ("tp", "sp")
+    run = torch.compile(wrapped[0], backend="te", options=options, dynamic=False if sharded else None)
     off, left_out = 0.0, set()
     for step in range(4):
-        draw = torch.Generator().manual_seed(step if kind == "tp" else 2 * step + rank.rank)
-        ids = torch.randint(0, WORDS, (2, 16 if kind == "tp" else 16 + 8 * rank.rank), generator=draw)
+        draw = torch.Generator().manual_seed(step if sharded else 2 * step + rank.rank)
+        ids = torch.randint(0, WORDS, (2, 16 if sharded else 16 + 8 * rank.rank), generator=draw)
         found = []
         for one, call in ((model, run), (exact, wrapped[1])):
             one.zero_grad()
@@ -82,6 +87,61 @@ def program(rank: Rank, kind: str, recipe: str) -> Any:
             found.append([loss.detach(), *(_whole(each.grad) for each in one.parameters())])
         off = max(off, *(error(a, b) for a, b in zip(*found, strict=True)))
     return {"off": off, "logits": sorted(left_out)}
+
+
+def _plan(kind: str) -> dict[str, Any]:
+    """How layers are shared: the output layer's words, and for "sp" the tokens in front of it too."""
+    if kind == "tp":
+        return {"head": ColwiseParallel(output_layouts=Replicate())}
+    return {
+        "body": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+
+
+def reasons(rank: Rank, kind: str) -> Any:
+    """What a report says of the loss."""
+    torch.manual_seed(0)
+    model = parallelize_module(Model(tied=False), rank.mesh, _plan(kind))
+    ids = torch.randint(0, WORDS, (2, 16), generator=torch.Generator().manual_seed(0))
+    report = te_inductor.explain(model, ids, options={"recipe": "current", "logits": "omit", "fallback": "silent"})
+    return [site.reason for site in report.losses]
+
+
+def outside(rank: Rank, recipe: str) -> Any:
+    """A loss of sharded words behind a compiled model that returns them: how far off it and the gradients are."""
+    found = []
+    for compiles in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS, bias=False))
+        parallelize_module(model, rank.mesh, {"1": ColwiseParallel(use_local_output=False)})
+        options = {"recipe": recipe, "fallback": "silent"}
+        run = torch.compile(model, backend="te", options=options) if compiles else model
+        x, labels = torch.randn(32, WIDTH), torch.randint(0, WORDS, (32,))
+        with loss_parallel():
+            loss = F.cross_entropy(run(x), labels)
+            loss.backward()
+        found.append([_whole(loss.detach()), *(_whole(each.grad) for each in model.parameters())])
+    return max(error(a, b) for a, b in zip(*found, strict=True))
+
+
+def gathers(rank: Rank, recipe: str) -> Any:
+    """How often parameters are gathered in a step, compiled and not, while the loss takes several chunks."""
+    counts = []
+    for compiles in (True, False):
+        torch.manual_seed(0)
+        model = Model(tied=False)
+        fully_shard(model.body, mesh=rank.mesh)
+        fully_shard(model, mesh=rank.mesh)
+        options = {"recipe": recipe, "policy": {"body": "none"}, "logits": "omit", "fallback": "silent"}
+        run = torch.compile(model, backend="te", options=options) if compiles else model
+        ids = torch.randint(0, WORDS, (4, 128))
+        sums = mock.patch.object(eager.Softmax, "losses", autospec=True, side_effect=eager.Softmax.losses)
+        unshards = mock.patch.object(groups, "foreach_all_gather", side_effect=groups.foreach_all_gather)
+        with unshards as gathered, sums as chunks:
+            run(ids)[0].backward()
+        counts.append((gathered.call_count, chunks.call_count))
+    return counts
 
 
 def _whole(gradient: Any) -> Tensor:

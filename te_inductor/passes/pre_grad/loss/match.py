@@ -10,6 +10,8 @@ from te_inductor.passes.pre_grad.loss import reading
 from te_inductor.passes.pre_grad.loss.reading import Reading
 from te_inductor.passes.pre_grad.loss.site import LossOfLinear, LossPart, rewrite_in_high_precision
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
+from te_inductor.passes.pre_grad.sites.rule import Match
+from te_inductor.passes.pre_grad.sites.tensor_parallel import TensorParallel
 from te_inductor.presentation.report import LossSite, Unmet
 from te_inductor.recipes.losses import slots_of_loss
 from te_inductor.runtime.omitted_logits import OmittedOutput
@@ -30,7 +32,7 @@ def match_losses(plan: Plan) -> None:
         node, site = found.call, sites.get(found.product)
         if site is None or node in parts:
             continue  # nothing says that there is an output layer, or the loss is one row's of another one
-        refusal = found.refusal or _refusal(plan, site, found, in_grad_mode)
+        refusal = _refusal_of_layer(site.match) or found.refusal or _refusal(plan, site, found, in_grad_mode)
         if refusal is None:
             site.rule = LossOfLinear()
             site.match = site.match.having(LossPart(found), behind=(*found.steps, node))
@@ -62,12 +64,21 @@ def rewrite_losses(plan: Plan) -> None:
             rewrite_in_high_precision(site.match)
 
 
+def _refusal_of_layer(match: Match) -> Refusal | None:
+    """Why no loss of such a layer is computed in chunks."""
+    if match.part(TensorParallel) is not None:
+        return Refusal(
+            "the output layer is tensor parallel: a rank has some of the words, and a loss in chunks reads all of them"
+        )
+    if match.parts or match.before or match.behind or match.dims > 2:
+        return Refusal("tensors of the output layer go between ranks, or it is none")
+    return None
+
+
 def _refusal(plan: Plan, site: Candidate, found: Reading, in_grad_mode: set[fx.Node]) -> Refusal | None:
     """Why the loss needs its logits."""
     match = site.match
     operands = [one for one in (match.x, match.weight, match.bias) if one is not None]
-    if match.parts or match.before or match.behind or match.dims > 2:
-        return Refusal("tensors of the output layer go between ranks, or it is none")
     if found.product in plan.products.inlined:
         return Refusal("the output layer is a sum of products, or a convolution, which may be put back")
     if is_gathered(match.weight):
