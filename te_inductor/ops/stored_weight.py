@@ -198,7 +198,7 @@ class StoredWeight(Tensor):
         if op._schema.is_mutable and any(isinstance(arg, StoredWeight) for arg in args):
             raise StoredWeightError(
                 f"{op} on a weight stored in low precision, expected copy_ alone to change it; dequantize() makes it"
-                " plain"
+                " plain, and te_inductor.integrations.peft.merge_and_unload(model) merges adapters"
             )
         args, kwargs = torch.utils._pytree.tree_map_only(StoredWeight, lambda w: w.dequantize(), (args, kwargs))
         return op(*args, **kwargs)

@@ -38,7 +38,7 @@ def plain(path: str) -> str:
 def names_of(path: str) -> tuple[str, ...]:
     """The names by which a glob may name a layer, the plain path first: as in the model, as in the adapted model, and
     as inside of a DistributedDataParallel."""
-    inner = _DDP.sub("", path)
+    inner = _DDP.sub("", without_wrappers(path))
     return tuple(dict.fromkeys((plain(path), path, plain(inner), inner)))
 
 

@@ -135,6 +135,27 @@ def test_breaking_loses_nothing(text, columns):
     assert "".join("".join(lines).split()) == "".join(text.split())
 
 
+@pytest.mark.parametrize(
+    ("path", "known"),
+    [
+        ("_orig_mod.model.layers.0.q", "model.layers.0.q"),
+        ("base_model.model.model.layers.0.q.base_layer", "model.layers.0.q"),
+        ("_orig_mod.base_model.model.model.layers.0._orig_mod.q.base_layer", "model.layers.0.q"),
+        ("module._orig_mod.base_model.model.layers.0.q.base_layer", "layers.0.q"),
+        ("_forward_module.module.layers.0._checkpoint_wrapped_module.q", "layers.0.q"),
+        ("_fsdp_wrapped_module.layers.0._fsdp_wrapped_module.q", "layers.0.q"),
+        ("policy.base_model.model.layers.0.q.base_layer", "policy.layers.0.q"),
+        ("layers.0.q.base_layer.base_layer", "layers.0.q"),
+        ("layers.0.base_layers.q", "layers.0.base_layers.q"),
+        ("", ""),
+    ],
+)
+def test_paths_are_those_of_the_models_author(path, known):
+    """A glob over any of the names matches; the first name that has no more than the author wrote is among them."""
+    assert known in paths.names_of(path) and path in paths.names_of(path)
+    assert paths.plain(path) == known or path.startswith(("module.", "_forward_module.module."))
+
+
 def test_names_of_kinds():
     everyone = [f"a.{one}.b.{two}" for one in range(3) for two in range(4)]
     assert paths.named(everyone, everyone) == "a.*.b.*"
