@@ -149,6 +149,10 @@ PROGRAMS = {
         lambda q, k, v: torch.einsum("bhij,bhjd->bhid", F.softmax(torch.einsum("bhid,bhjd->bhij", q, k), -1), v),
         "its products are written as einsum",
     ),
+    "products of five dimensions": (
+        lambda q, k, v: (F.softmax(q[:, :, None] @ k[:, :, None].mT, -1) @ v[:, :, None])[:, :, 0],
+        "its products are none of three or four dimensions",
+    ),
     "scale below zero": (of_scores(lambda scores: scores * -0.5, masked=False), LEFT),
     "scale of a reciprocal": (of_scores(lambda scores: 2.0 / (scores.abs() + 1)), LEFT),
     "scale of zero": (of_scores(lambda scores: scores * 0.0), LEFT),

@@ -63,7 +63,9 @@ def match(product: fx.Node, reader: Reader, writes: Writes) -> Written | None:
         return None
     first = _Product.read(path[-1])
     if last is None or first is None:
-        return Written(left, left, right, refusal=Refusal("its products are written as einsum"))
+        by_einsum = any(operators.read(one).name == "einsum" for one in (product, path[-1]))
+        why = "its products are written as einsum" if by_einsum else "its products are none of three or four dimensions"
+        return Written(left, left, right, refusal=Refusal(why))
     found = Written(first.left, first.right, last.right)
     walk = _Walk(product, writes, path, found)
     try:
@@ -118,10 +120,10 @@ class _Product:
 
 
 def _factors(node: fx.Node) -> tuple[Any, Any]:
-    """The operands of a product of two by `einsum`; None, twice, of any other node."""
-    factors = [one for one in node.all_input_nodes if is_tensor(one) and value(one).dim() in (3, 4)]
-    is_einsum = operators.read(node).name == "einsum" and len(factors) == 2
-    return (factors[0], factors[1]) if is_einsum else (None, None)
+    """The operands of a product of two by `einsum`, or of any dimensions; None, twice, of any other node."""
+    factors = [one for one in node.all_input_nodes if is_tensor(one) and value(one).dim() > 2]
+    is_product = operators.read(node).name in ("einsum", "matmul", "bmm") and len(factors) == 2
+    return (factors[0], factors[1]) if is_product else (None, None)
 
 
 def _path(node: Any, known: dict[fx.Node, list[fx.Node] | None]) -> list[fx.Node] | None:
@@ -135,7 +137,7 @@ def _path(node: Any, known: dict[fx.Node, list[fx.Node] | None]) -> list[fx.Node
         operands: Sequence[Any] = node.args[:3] if kind is Kind.POINTWISE or called == "max" else node.args[:1]
         operands = operands[0] if called == "cat" and isinstance(operands[0], list | tuple) else operands
         paths = (_path(one, known) for one in operands if goes)
-        is_product = _Product.read(node) is not None or called == "einsum"
+        is_product = called == "einsum" or _factors(node)[0] is not None or _Product.read(node) is not None
         rest = [] if is_product else next((one for one in paths if one is not None), None)
         known[node] = None if rest is None else [node, *rest]
     return known[node]
