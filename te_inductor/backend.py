@@ -7,6 +7,7 @@ those (`lowerings/`) beside everything else, so that quantization fuses with the
 (`templates/`) are the kernels that Inductor cannot write.
 """
 
+import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.passes.pre_grad.rewrite import first_step
 from te_inductor.passes.pre_grad.rewrite.decisions import compare_compiles
+from te_inductor.presentation.progress import patience
 from te_inductor.presentation.report import Report, Unmet
 from te_inductor.recipes import regions
 from te_inductor.recipes.backward_precision import resolve_backward
@@ -74,16 +76,18 @@ def te(
         regions.guard_on_active()
     if found.failure is not None:
         _give_up(plan, originals)
+    compat.trace_artifact("te_inductor_report", lambda: json.dumps(found.to_dict(), indent=1, default=str))
     announce(found if found.failure is None else _without_us(plan, found), parsed.fallback)
     if plan.is_ours and compat.is_cut_by_ddp(gm):
         _note_cut(parsed.fallback)
     if any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
         _start_workers()
     inductor = _inductor(plan, name)
-    if found.failure is not None or not (plan.candidates or any(site.is_changed for site in plan.attention)):
-        compiled = inductor(gm, example_inputs)
-    else:
-        compiled = _compile_or_restore(plan, inductor, originals)
+    with patience(f"compiling a graph of {len(gm.graph.nodes)} operations"):
+        if found.failure is not None or not (plan.candidates or any(site.is_changed for site in plan.attention)):
+            compiled = inductor(gm, example_inputs)
+        else:
+            compiled = _compile_or_restore(plan, inductor, originals)
     compare_compiles(plan)
     compiled_graphs.note(plan.outcome.report, plan.outcome.weights)
     return compiled

@@ -1,6 +1,7 @@
 """What runs where, and why not: refusals, the one warning of a compile, and the log.
 
-``TORCH_LOGS="+te_inductor"`` shows every decision as it is made.
+``TORCH_LOGS="te_inductor"`` shows the report of each compile, and ``"+te_inductor"`` its passes and sites besides.
+tlparse shows the reports among a compile's artifacts.
 """
 
 import contextlib
@@ -46,6 +47,7 @@ def announce(report: Report, fallback: str) -> None:
     Raises:
         FallbackError: with ``fallback="error"``.
     """
+    log.info("%s", report)
     for site in report.sites:
         log.debug("%s", site)
     text = summary(report)

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from te_inductor.errors import OptionError
+from te_inductor.presentation import html
 from te_inductor.presentation.paths import by_kind, chunks, kind, named, plain
 from te_inductor.presentation.report import Site
 from te_inductor.presentation.tables import Column, tabulated, wrapped
@@ -38,7 +39,7 @@ class GemmAccuracy:
     sqnr_db: float | None  # of the product
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AccuracyReport:
     """`print(report)` shows a table, `report.table(details=True)` one with every layer, `report.to_dict()` is for JSON,
     `report.heat_map(path)` writes a PNG."""
@@ -54,16 +55,29 @@ class AccuracyReport:
         """The report as text. Layers that differ in a number of their paths alone share a row, with the figures of the
         worst of them and the median; with `details` each layer has its rows. As wide as the terminal (COLUMNS), or as
         `columns` says; in a pipe as wide as it needs."""
+        table = tabulated(*self._cells(details), columns)
+        lines = [wrapped(line, columns, "") if line else "" for line in (_headline(self), _lowest(self.gemms))]
+        return "\n\n".join(part for part in (lines[0], table if self.gemms else "", lines[1]) if part)
+
+    def _cells(self, details: bool) -> tuple[list[Column], list[list[str]]]:
         places = _BY_LAYER if details else range(len(_BY_KIND))
         heads = [_BY_KIND[place] for place in places]
         if details:
             heads = [head._replace(name=_OF_LAYER.get(head.name, head.name)) for head in heads]
-        table = tabulated(heads, [[row[place] for place in places] for row in _rows(self.gemms, details)], columns)
-        lines = [wrapped(line, columns, "") if line else "" for line in (_headline(self), _lowest(self.gemms))]
-        return "\n\n".join(part for part in (lines[0], table if self.gemms else "", lines[1]) if part)
+        return heads, [[row[place] for place in places] for row in _rows(self.gemms, details)]
 
     def __str__(self) -> str:
         return self.table()
+
+    def __repr__(self) -> str:
+        """A line: the table is for `print`."""
+        return f"<AccuracyReport: {_headline(self)}>"
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        heads, rows = self._cells(details=False)
+        table = html.table([head.name for head in heads], [head.right for head in heads], rows)
+        return html.part([html.text(_headline(self)), table, html.text(_lowest(self.gemms))])
 
     def heat_map(self, path: str | Path) -> Path:
         """Write a PNG: a row a layer, a column an operand, a panel a figure. Where there are many layers, a row is the

@@ -17,7 +17,7 @@ from te_inductor.api.checkpoint_experts import FUSINGS, PARTS_OF
 from te_inductor.api.checkpoint_files import Checkpoint, listed
 from te_inductor.api.checkpoint_formats.protocol import HIGH, CheckpointFormat, Shape
 from te_inductor.errors import CheckpointError
-from te_inductor.ops.stored_weight import StoredWeight
+from te_inductor.ops.stored_weight import StoredWeight, show_stored
 from te_inductor.presentation.paths import plain, without_wrappers
 
 
@@ -32,6 +32,7 @@ class HeldTensor:
     def replace(self, tensor: Tensor) -> None:
         for module, key in self.holders:
             (module._parameters if key in module._parameters else module._buffers)[key] = tensor  # type: ignore[assignment]
+            show_stored(module)
 
 
 class Piece(NamedTuple):

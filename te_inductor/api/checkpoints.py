@@ -40,6 +40,7 @@ from te_inductor.config import Fallback
 from te_inductor.diagnostics import say
 from te_inductor.errors import CheckpointError, OptionError, RecipeError, wrong_type
 from te_inductor.ops.stored_weight import StoredWeight, as_parameter, kind_of
+from te_inductor.presentation.progress import progress
 from te_inductor.recipes import Recipe
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -125,8 +126,10 @@ def _load(
     to: torch.device,
 ) -> None:
     loading = _Loading(checkpoint, recipes, dequantize, to)
-    for held, source in steps:
-        loading.load(held, source)
+    with progress(len(steps), "load_quantized") as advance:
+        for held, source in steps:
+            loading.load(held, source)
+            advance()
 
 
 def _written(checkpoint: Checkpoint) -> list[Recipe]:

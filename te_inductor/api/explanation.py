@@ -10,28 +10,22 @@ from torch.utils import _pytree as pytree
 
 from te_inductor import recipes, targets
 from te_inductor.api.eager_products import EagerProduct, EagerProducts, Names, report_of
+from te_inductor.api.expectation import GraphMemory, expected_of, memory_of
 from te_inductor.api.lowering import Program, parse_options, plan_of
 from te_inductor.api.tracing import traced
 from te_inductor.backend import parse, run_passes
 from te_inductor.config import Options
 from te_inductor.errors import OptionError
-from te_inductor.kernels import cutlass_packages
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad import DECIDE, DECIDE_EXPORTED
-from te_inductor.passes.pre_grad.decide import memory_rule
 from te_inductor.passes.pre_grad.decide.policy import Policy
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
-from te_inductor.passes.pre_grad.sites.products import hint
 from te_inductor.presentation.paths import names_of
-from te_inductor.presentation.report import Expected, Report, merge
+from te_inductor.presentation.report import Report, merge
 
 
 def explain(
-    model: Callable[..., Any],
-    *inputs: Any,
-    options: Mapping[str, Any] | None = None,
-    target: Any = None,
-    **kwargs: Any,
+    model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] | None = None, target: Any = None, **kwargs: Any
 ) -> Report:
     """What `torch.compile(model, backend="te", options=options)` would do with each linear layer, and why not. Of an
     exported program, which takes no inputs here: what `te_inductor.lower` would.
@@ -55,14 +49,10 @@ def explain(
         target, kwargs = None, {**kwargs, "target": target}
     there = None if target is None else targets.by_name(target)
     if isinstance(model, Program):
-        if target is not None:
-            raise OptionError(
-                "explain was given a target beside an exported program, which has its devices; expected none"
-            )
-        if inputs or kwargs:
-            raise OptionError("explain was given inputs beside an exported program, which has its own; expected none")
-        return run_passes(plan_of(model, parse_options(options)), DECIDE_EXPORTED)
-    parsed = parse(None, options)
+        return _of_program(model, options, bool(inputs or kwargs), there)
+    if there is not None:
+        inputs, kwargs = _beside(model, inputs, kwargs)
+    parsed, eager = parse(None, options), EagerProducts()
     reports: list[Report] = []
     times: list[Times] = []
     memory: list[GraphMemory] = []
@@ -71,18 +61,23 @@ def explain(
         plan = Plan(gm, parsed, example_inputs)
         with targets.taken_for(there):
             reports.append(run_passes(plan, DECIDE))
-            times.append(times_of(plan) if reports[-1].failure is None else Times())
-        memory.append(memory_of(plan))
+            if reports[-1].failure is None:
+                times.append(times_of(plan))
+                memory.append(memory_of(plan))
         return eager.aside(gm.forward)
 
-    if there is not None:
-        inputs, kwargs = _beside(model, inputs, kwargs)
-    eager = EagerProducts()
     with traced(model, backend, parsed.fallback) as run, eager:
         run(*inputs, **kwargs)
     report = merge([*reports, _of_eager(eager.found, Names(model, (*inputs, *kwargs.values())), parsed)])
     expected = None if there is None else expected_of(there, report, memory)
     return replace(report, speedup=_sentence(times), expected=expected)
+
+
+def _of_program(program: Program, options: Mapping[str, Any] | None, has_inputs: bool, there: object) -> Report:
+    for given, what in ((there is not None, "a target"), (has_inputs, "inputs")):
+        if given:
+            raise OptionError(f"explain was given {what} beside an exported program, which has its own; expected none")
+    return run_passes(plan_of(program, parse_options(options)), DECIDE_EXPORTED)
 
 
 def _beside(model: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
@@ -91,46 +86,6 @@ def _beside(model: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
     if not (isinstance(module, nn.Module) and any(one.is_meta for one in module.parameters())):
         return inputs, kwargs
     return pytree.tree_map_only(torch.Tensor, lambda one: one.to("meta"), (inputs, kwargs))
-
-
-@dataclass
-class GraphMemory:
-    """What the parameters of a graph take, and what low precision changes at the peak of its step."""
-
-    parameters: dict[int, nn.Parameter]  # by identity: graphs share some
-    peak_bytes: int | None
-
-
-def memory_of(plan: Plan) -> GraphMemory:
-    """The memory of a graph that was decided about."""
-    held = {id(one): one for one in plan.inputs if isinstance(one, nn.Parameter)}
-    known = all(hint(site.match.sizes[0]) is not None for site in plan.candidates)
-    return GraphMemory(held, round(memory_rule.balance(plan)) if known else None)
-
-
-def expected_of(there: targets.Target, report: Report, memory: Sequence[GraphMemory]) -> Expected:
-    """The sums over all graphs that were weighed."""
-    bf16_s, step_s, rates = 0.0, 0.0, targets.rates_in(there)
-    by_host = False
-    for graph in report.weights:
-        launches = sum(one.weight.launches for one in graph.layers if one.low)
-        host = graph.host_s or 0.0
-        bf16_s += max(graph.device_s, host - launches * (rates.host_launch if rates else 0.0))
-        step_s += max(graph.device_s - graph.gain_s, host)
-        by_host |= host > graph.device_s - graph.gain_s
-    parameters = {key: one for each in memory for key, one in each.parameters.items()}.values()
-    peaks = [each.peak_bytes for each in memory if each.peak_bytes is not None]
-    return Expected(
-        there.product,
-        " and ".join(dict.fromkeys(graph.rates for graph in report.weights)) or None,
-        bf16_s if report.weights else None,
-        step_s if report.weights else None,
-        by_host,
-        sum(one.nbytes for one in parameters),
-        sum(one.nbytes for one in parameters if one.requires_grad and torch.is_grad_enabled()),
-        sum(peaks) if len(peaks) == len(memory) else None,
-        None if there.cutlass is None else cutlass_packages.missing(),
-    )
 
 
 def _of_eager(found: Sequence[EagerProduct], names: Names, options: Options) -> Report:

@@ -13,10 +13,11 @@ from te_inductor.config import Fallback
 from te_inductor.diagnostics import Refusal, say
 from te_inductor.errors import OptionError, wrong_type
 from te_inductor.ops import stored_experts
-from te_inductor.ops.stored_weight import StoredWeight, as_parameter, kind_of, store
+from te_inductor.ops.stored_weight import StoredWeight, as_parameter, kind_of, show_stored, store
 from te_inductor.passes.pre_grad.decide.policy import Policy
 from te_inductor.passes.pre_grad.sites import requirements
 from te_inductor.presentation.paths import HIDDEN, grouped, names_of, without_wrappers
+from te_inductor.presentation.progress import progress
 from te_inductor.recipes import Recipe
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -185,13 +186,16 @@ def is_router(path: str, parent: nn.Module) -> bool:
 def _replace(chosen: Sequence[tuple[MultipliedWeight, Recipe]]) -> None:
     """One after the other, so that two forms of one weight are all that memory has to hold besides the model."""
     done: dict[Tensor, nn.Parameter] = {}
-    for together in multiplied_as_one(chosen):
-        shared = shared_by(together)
-        for held, recipe in together:
-            weight = held.weight
-            if weight not in done:
-                done[weight] = held.stored(recipe, *shared)
-            setattr(held.module, held.parameter, done[weight])
+    with progress(len(chosen), "quantize_") as advance:
+        for together in multiplied_as_one(chosen):
+            shared = shared_by(together)
+            for held, recipe in together:
+                weight = held.weight
+                if weight not in done:
+                    done[weight] = held.stored(recipe, *shared)
+                setattr(held.module, held.parameter, done[weight])
+                show_stored(held.module)
+                advance()
 
 
 def shared_by(together: Sequence[tuple[MultipliedWeight, Recipe]]) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 import te_inductor
 from te_inductor.command.factory import options_of
 from te_inductor.errors import TEInductorError
+from te_inductor.presentation.progress import progress
 from te_inductor.presentation.tables import Column, tabulated
 from te_inductor.recipes import resolve
 
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         return predict.run(arguments)
     arms = [(BASE, None), *((recipe, recipe) for recipe in dict.fromkeys(arguments.recipes))]
-    with _progress(len(arms) * (arguments.steps + arguments.warmup)) as advance:
+    with progress(len(arms) * (arguments.steps + arguments.warmup), "bench") as advance:
         found = [_arm(name, recipe, arguments, advance) for name, recipe in arms]
     for one in found:
         one["quartiles_ms"] = quartiles(one["steps_ms"])
@@ -102,7 +103,9 @@ def doubt(base: Any, one: Any) -> str | None:
     )
 
 
-def _arm(name: str, recipe: str | None, arguments: argparse.Namespace, advance: Callable[[str, int], None]) -> Any:
+def _arm(name: str, recipe: str | None, arguments: argparse.Namespace, advance: Callable[..., None]) -> Any:
+    if not sys.stderr.isatty():
+        print(f"{name} …", file=sys.stderr, flush=True)
     options = options_of(recipe, arguments.policy) if recipe is not None else {}
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
@@ -129,39 +132,12 @@ def _arm(name: str, recipe: str | None, arguments: argparse.Namespace, advance: 
             assert process.stdout is not None
             for line in process.stdout:
                 if line.startswith("step "):
-                    advance(name, 1)
+                    advance(name)
             if process.wait() or not result.exists():
                 errors.seek(0)
                 tail = "\n".join(errors.read().strip().splitlines()[-12:])
                 raise BenchError(f"arm {name!r} failed with exit code {process.returncode}:\n{tail}")
         return {"arm": name, **json.loads(result.read_text())}
-
-
-class _progress:
-    """A bar where errors go, if that is a terminal; else a line an arm."""
-
-    def __init__(self, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self.console = Console(stderr=True)
-        columns = TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        self.bar = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
-        self.task, self.name = self.bar.add_task("", total=total), ""
-
-    def __enter__(self) -> Callable[[str, int], None]:
-        self.bar.start()
-        return self.advance
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
-
-    def advance(self, name: str, steps: int) -> None:
-        """Notes that so many steps of an arm are done."""
-        if name != self.name and not self.console.is_terminal:
-            print(f"{name} …", file=sys.stderr, flush=True)
-        self.name = name
-        self.bar.update(self.task, advance=steps, description=name)
 
 
 def _headline(found: Sequence[Any], arguments: argparse.Namespace) -> str:

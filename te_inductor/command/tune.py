@@ -21,6 +21,7 @@ from te_inductor.kernels import cutlass_tables as tables
 from te_inductor.kernels.cutlass_tables import Table
 from te_inductor.kernels.cutlass_tiles import Tile, kernel, scope_of, tiles
 from te_inductor.kernels.problem import ANOTHER, NOTHING, OUTPUT, Epilogue, Problem, Sizes
+from te_inductor.presentation.progress import progress
 from te_inductor.presentation.tables import Column, tabulated
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, E4M3, E5M2, ROW, SCOPES, TENSOR
@@ -76,14 +77,15 @@ def run(arguments: argparse.Namespace) -> int:
     table = started(target.product, folder)
     build.start(kernel(p, tile) for p in asked for tile in tiles(p))
     taken = 0
-    for done, p in enumerate(asked, 1):
-        row = measured(p, table, arguments.rounds)
-        taken += row["tile"] is not None
-        table = with_row(table, row)
-        tables.write(table)
-        if sys.stderr.isatty() or done % 50 == 0 or done == len(asked):
-            print(f"\r{done} of {len(asked)}, {time.monotonic() - start:.0f} s", end="", file=sys.stderr)
-    print(file=sys.stderr)
+    with progress(len(asked), "tune") as advance:
+        for done, p in enumerate(asked, 1):
+            row = measured(p, table, arguments.rounds)
+            taken += row["tile"] is not None
+            table = with_row(table, row)
+            tables.write(table)
+            advance()
+            if not sys.stderr.isatty() and (done % 50 == 0 or done == len(asked)):
+                print(f"{done} of {len(asked)}, {time.monotonic() - start:.0f} s", file=sys.stderr)
     print(summary(table))
     print(f"\n{table.path}: {taken} of {len(asked)} GEMMs run faster than cuBLASLt in one of CUTLASS's tiles")
     if config.tables() != folder.absolute():

@@ -24,6 +24,7 @@ from te_inductor.compat.dynamo import (
     method_call,
     never_compile,
     options_of_compiled,
+    trace_artifact,
     traced_beside,
     unwinding_transforms,
 )

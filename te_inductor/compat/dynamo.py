@@ -202,6 +202,12 @@ def in_uncompiled_frame() -> bool:
     return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
 
+def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """Add JSON to the structured trace of the compile that runs, which tlparse reads; nothing where none is written."""
+    trace: Any = torch._logging.trace_structured  # type: ignore[attr-defined]
+    trace("artifact", lambda: {"name": name, "encoding": "json"}, payload_fn=payload)
+
+
 @contextmanager
 def traced_beside() -> Iterator[None]:
     """Compile a second graph for one that Dynamo hands over. AOTAutograd leaves a graph's metadata in Dynamo's context

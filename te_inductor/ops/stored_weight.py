@@ -12,6 +12,7 @@ it, from another stored weight or from one in high precision.
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -350,6 +351,28 @@ def as_parameter(weight: Tensor) -> torch.nn.Parameter:
     """The weight as a module holds it. From now on an optimizer that has one is told that it stays as it is."""
     check_before_each(_say_what_stays)
     return torch.nn.Parameter(weight, requires_grad=False)
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What `print` shows of a module, as it was when its weights were stored. A method of the module's would be a cycle,
+    which keeps its memory."""
+
+    text: str
+
+    def __call__(self) -> str:
+        return self.text
+
+
+def show_stored(module: torch.nn.Module) -> None:
+    """Have `print(module)` name the recipes of its stored weights; of a module that has none, what it shows anyway."""
+    if not isinstance(module.__dict__.get("extra_repr"), _Shown | None):
+        return  # the program's own
+    module.__dict__.pop("extra_repr", None)
+    weights: Mapping[str, Any] = module._parameters
+    stored = [f"{name}={weight.recipe.name}" for name, weight in weights.items() if isinstance(weight, StoredWeight)]
+    if stored:
+        module.extra_repr = _Shown(", ".join(filter(None, (module.extra_repr(), *stored))))  # type: ignore[method-assign]
 
 
 _told: WeakSet[Optimizer] = WeakSet()

@@ -43,6 +43,20 @@ def text(plain: str) -> str:
 
 def page_of_sites(report: "Report") -> str:
     """What `explain` found: kinds of layers, reasons, and every layer."""
+    return page("te_inductor: what runs where", _parts(report))
+
+
+def part_of_sites(report: "Report") -> str:
+    """The same as a part of a page, as notebooks show it."""
+    return part(_parts(report))
+
+
+def part(parts: Iterable[str]) -> str:
+    """A part of a page that has styles of its own; the parts are HTML already."""
+    return "\n".join(["<div>", *parts, "</div>"])
+
+
+def _parts(report: "Report") -> list[str]:
     from te_inductor.presentation import sites
 
     parts = [text(sites.headline(report))]
@@ -56,4 +70,4 @@ def page_of_sites(report: "Report") -> str:
             reasons = sites.high_precision(report)
             parts += ["<h2>High precision</h2>", text("\n".join(reasons))] if reasons else []
             parts.append(text("\n".join(sites.tail(report))))
-    return page("te_inductor: what runs where", parts)
+    return parts

@@ -156,7 +156,7 @@ class Expected:
         return "\n".join([*lines, *([f"  kernels: those without CUTLASS, as {self.without}"] if self.without else [])])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """Every site of a model. `print(report)` shows a table, `report.table(details=True)` is one with each layer."""
 
@@ -196,6 +196,18 @@ class Report:
 
     def __str__(self) -> str:
         return self.table()
+
+    def __repr__(self) -> str:
+        """A line: the table is for `print`."""
+        low = sum(site.kernel != "high_precision" for site in self.sites)
+        failed = ", a pass failed" if self.failure else ""
+        return f"<Report: {low} of {len(self.sites)} GEMMs in low precision, {len(self.fallbacks)} fell back{failed}>"
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        from te_inductor.presentation import html
+
+        return html.part_of_sites(self)
 
 
 def merge(reports: Iterable[Report]) -> Report:
