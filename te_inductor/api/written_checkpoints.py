@@ -167,7 +167,7 @@ def written(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     found: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, StoredWeight):
-            found[name] = tensor.detach() if isinstance(tensor, Tensor) else tensor
+            found[layer_path(name)] = tensor.detach() if isinstance(tensor, Tensor) else tensor
         elif name in stored and writer:
             found.update(writer.tensors(stored[name].name, tensor))
     return found, writer.configuration if writer else {}

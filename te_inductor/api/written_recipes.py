@@ -17,13 +17,20 @@ def to_json(recipe: Recipe) -> "str | dict[str, Any]":
         RecipeError: a recipe of the user's own class, or with a field that JSON has nothing for.
     """
     written = {"name": recipe.name} | _changed(recipe)
-    if recipe.name not in recipes.NAMES or from_json(written) != recipe:
+    if recipe.name not in recipes.NAMES or not _is_read_as(written, recipe):
         raise RecipeError(
             f"weights are stored by {recipe!r}, expected a recipe of te_inductor.recipes, whose fields are numbers and"
             " names, as config.json holds it; save te_inductor.quantized_state_dict(model), and give load_quantized the"
             " recipe"
         )
     return written if written.keys() - {"name"} else recipe.name
+
+
+def _is_read_as(written: object, recipe: Recipe) -> bool:
+    try:
+        return from_json(written) == recipe
+    except RecipeError:
+        return False
 
 
 def from_json(written: object) -> Recipe:
@@ -46,7 +53,9 @@ def _changed(constant: Any) -> dict[str, Any]:
     changed = {}
     for field in dataclasses.fields(constant):
         value = getattr(constant, field.name)
-        if value != field.default:
+        if isinstance(value, Recipe):
+            changed[field.name] = to_json(value)
+        elif value != field.default:
             changed[field.name] = _changed(value) if isinstance(value, Constant) else getattr(value, "name", value)
     return changed
 

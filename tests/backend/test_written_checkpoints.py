@@ -49,6 +49,13 @@ def test_a_file_holds_stored_weights(recipe, tmp_path):
             assert torch.equal(tensor, other)
 
 
+def test_keys_are_the_models_own():
+    model = quantize_(toy(), "rowwise", policy={"5": "none"})
+    keys = quantized_state_dict(model).keys()
+    model[0] = torch.compile(model[0], backend="eager")
+    assert quantized_state_dict(torch.compile(model, backend="eager")).keys() == keys
+
+
 def test_published_scales_are_kept(tmp_path):
     """The scales are those of a checkpoint, which are no powers of two."""
     model = load_quantized(
@@ -133,6 +140,8 @@ def test_experts_are_written_one_by_one():
 def test_recipes_of_any_fields_are_written():
     for recipe in (
         recipes.NVFP4WeightOnly(prefill="exact"),
+        recipes.Float8RowwiseScaling(backward="high_precision"),
+        recipes.Float8CurrentScaling(backward={"dgrad": "block", "wgrad": "dequantized"}),
         recipes.Float8RowwiseScaling(power_2_scale=False, amax_epsilon=1e-3),
         recipes.Float8BlockScaling(
             fp8_quant_fwd_inp=recipes.QParams(amax_epsilon=0.5), fp8_format=recipes.Format.HYBRID
@@ -141,8 +150,10 @@ def test_recipes_of_any_fields_are_written():
     ):
         assert from_json(json.loads(json.dumps(to_json(recipe)))) == recipe
     assert to_json(recipes.Float8CurrentScaling()) == "current"
-    with pytest.raises(RecipeError, match="has no_such of NVFP4WeightOnly, expected fields among prefill"):
+    with pytest.raises(RecipeError, match=r"has no_such of NVFP4WeightOnly, expected fields among .*prefill"):
         from_json({"name": "nvfp4_weight_only", "no_such": 1})
+    with pytest.raises(RecipeError, match=r"whose fields are numbers and names, as config\.json holds it"):
+        to_json(recipes.Float8CurrentScaling(backward=recipes.Float8RowwiseScaling(power_2_scale=False)))
     with pytest.raises(RecipeError, match=r"recipe of a configuration is an int \(7\)"):
         from_json(7)
 
