@@ -15,7 +15,7 @@ from tests.ranks import ranks, told_by
 MODULE = "tests.backend.gather_ranks"
 RECIPES = ["delayed", "current", "block"]
 QUICK = (
-    "uneven delayed,skipped current,parts,traffic delayed,saves block,checkpoints delayed,eager current,policy,"
+    "uneven delayed,skipped current,parts,traffic delayed,checkpoints delayed,eager current,policy,"
     "mismatch,refusals,other_weights,other_state"
 )
 EQUAL = (
@@ -107,7 +107,8 @@ def test_scales_of_all_weights_are_reduced_at_once(recipe, request):
     assert [one["reductions"] for one in told_of(f"traffic {recipe}", request)] == [2 + graphs] * 2
 
 
-@each_recipe("block")
+@pytest.mark.thorough
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_the_backward_transposes_what_is_gathered_again(recipe, request):
     """Graphs keep, of four weights, what FSDP gathers and lets go of, no copies."""
     assert told_of(f"saves {recipe}", request) == [[4, 0], [4, 0]]

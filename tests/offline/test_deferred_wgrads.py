@@ -3,9 +3,12 @@ need."""
 
 import re
 
+import pytest
+
 from tests.offline.harness import generate
 
 
+@pytest.mark.thorough
 def test_generated():
     forward, backward = generate("mlp_training_deferred", 90).sources
     plain, plain_backward = generate("mlp_training", 90).sources

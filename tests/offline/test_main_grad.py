@@ -3,6 +3,8 @@ place; or CUTLASS's GEMMs, one a parameter, which add themselves."""
 
 import re
 
+import pytest
+
 from tests.offline.harness import generate
 
 
@@ -15,6 +17,7 @@ def test_generated():
     assert len(added) == len(set(added)) == 3 == backward.count(".run(") - plain_backward.count(".run(")
 
 
+@pytest.mark.thorough
 def test_generated_for_cutlass():
     """No kernel adds, nothing is written in fp32, and the graph's inputs are what is changed."""
     _, backward = generate("cutlass_main_grad", 90).sources

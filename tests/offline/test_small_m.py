@@ -175,7 +175,7 @@ def test_registered():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.quick("decode_fp8", "batch_fp8")
+@pytest.mark.quick("decode_fp8")
 @pytest.mark.parametrize("case", ["decode_fp8", "decode_fp8_dynamic", "batch_fp8"])
 def test_generated(case):
     """A step of generation: the kernel for each layer, and kernels that start early around them."""
