@@ -252,12 +252,12 @@ def assert_of_shown(tensors, kept, shown, dy, found):
 
 @pytest.mark.parametrize("outside", (False, True))
 def test_a_checkpoint_drops_again_as_without_one(outside, monkeypatch):
-    """With the same seed, gradients are those of the program without a checkpoint; also where the checkpoint is outside of
+    """Gradients are those of the program without a checkpoint, with the same seed; also where the checkpoint is outside of
     what is compiled."""
     tensors, kept = showing(monkeypatch)
     dy = torch.randn_like(tensors[0])
     results = []
-    # By default each random operation of a checkpoint has a generator of its own, which no seed reaches.
+    # Each random operation of a checkpoint has a generator of its own by default, which no seed reaches.
     with torch._functorch.config.patch(graphsafe_rng_functionalization=False):
         plain = torch.compile(two_blocks(with_dropout, lambda run, *given: run(*given)), backend="te")
         block = torch.compile(with_dropout, backend="te") if outside else with_dropout

@@ -120,7 +120,7 @@ class OutputLoss(Operation):
 
 
 def _kept(labels: Tensor, loss: Loss) -> Tensor | None:
-    """Which tokens have a loss, (N,); None where all have. The labels themselves may change before the backward."""
+    """The tokens that have a loss, (N,); None where all have. The labels themselves may change before the backward."""
     return None if loss.ignored is None else labels != loss.ignored
 
 
