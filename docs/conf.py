@@ -1,5 +1,7 @@
 """Sphinx's configuration of the site that docs/build_site.py builds."""
 
+from pathlib import Path
+
 import te_inductor
 
 project = "te_inductor"
@@ -19,7 +21,9 @@ highlight_language = "text"
 suppress_warnings = ["misc.highlighting_failure"]  # a shell's line in a block of Python, as "…"
 
 html_theme = "furo"
-html_title = f"te_inductor {version}"
+# On each page, the version and its date, or that it is not released: the newest heading of the changelog.
+_headings = Path(__file__).with_name("changelog.md").read_text().splitlines()
+html_title = f"te_inductor {next(line[3:] for line in _headings if line.startswith('## '))}"
 html_static_path = ["site"]
 html_css_files = ["site.css"]
 html_show_copyright = False

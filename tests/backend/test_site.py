@@ -146,4 +146,6 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     page = (tmp_path / "site/api/functions.html").read_text()
+    newest = re.search(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+    assert newest.startswith(te_inductor.__version__) and f"te_inductor {newest}" in page
     assert 'id="te_inductor.explain"' in page and (tmp_path / "site/_static/site.css").exists()

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from te_inductor.command import bench, factory, main
+from te_inductor.command import bench, doctor, factory, main
 from te_inductor.errors import OptionError
 from tests.forked import PROGRAMS, ROOT
 
@@ -41,6 +41,17 @@ def test_doctor_says_what_runs_and_that_nothing_is_broken():
         assert "emulated" in lines[recipe], lines[recipe]
     assert torch.__version__ in lines["torch"] and done.stdout.endswith("nothing is broken\n")
     assert "\x1b" not in done.stdout and not done.stderr
+
+
+def test_doctor_prints_json_and_nothing_else(monkeypatch, capsys):
+    """The forms for issues ask for it."""
+    good, bad = doctor.Check("torch", doctor.OK, "2.13"), doctor.Check("a table", doctor.BROKEN, "no JSON")
+    monkeypatch.setattr(doctor, "_checks", lambda: [good, bad])
+    monkeypatch.setattr(doctor, "_recipe", lambda name, device: ("emulated", f"{name} on a {device.type}"))
+    assert main(["doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["checks"][0] == {"name": "torch", "state": "ok", "found": "2.13"} and found["broken"] == ["a table"]
+    assert {"recipe": "delayed", "runs": "emulated", "why": "delayed on a cpu"} in found["recipes"]
 
 
 @pytest.mark.thorough
