@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertForMaskedLM, BertForTokenClassification, LlamaConfig, LlamaForCausalLM
 
 import te_inductor
 from te_inductor.errors import FallbackWarning, OmittedLogitsError
@@ -346,6 +346,26 @@ def test_logits_of_transformers_are_left_out(llama, recipe, count):
     with torch.no_grad():
         evaluated = compiled(input_ids=ids, labels=ids, **more)
     assert error(evaluated.logits, wanted.logits.detach()) <= 0.1
+
+
+@pytest.mark.parametrize("kind", [BertForMaskedLM, BertForTokenClassification])
+def test_heads_of_encoders(kind):
+    """A masked language model, whose output layer is tied and has a bias, and classes of tokens."""
+    config = BertConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=256, num_labels=16
+    )
+    torch.manual_seed(0)
+    model = kind(config).eval().bfloat16()
+    ids = torch.randint(0, 256, (2, 16))
+    labels = torch.where(torch.rand(2, 16) < 0.5, ids % (16 if kind is BertForTokenClassification else 256), -100)
+    wanted = model(input_ids=ids, labels=labels)
+    report = te_inductor.explain(model, input_ids=ids, labels=labels, options={"recipe": "current", "logits": "omit"})
+    assert how(report) == [("in chunks, without logits", None)]
+    compiled = torch.compile(model, backend="te", options={"recipe": "current", "logits": "omit"})
+    found = compiled(input_ids=ids, labels=labels)
+    found.loss.backward()
+    assert abs(found.loss - wanted.loss) <= 0.02 * wanted.loss
+    assert all(one.grad.isfinite().all() for one in model.parameters() if one.grad is not None)
 
 
 def test_logits_are_kept_by_default(llama):
