@@ -206,7 +206,6 @@ def two_blocks(block, checkpointed=torch.utils.checkpoint.checkpoint, **more):
 
 def showing(monkeypatch):
     """Operands of which a half of v's columns are unit vectors, so that outputs show which weights were dropped."""
-    monkeypatch.setattr(sites, "DROPS_AGAIN", True)
     monkeypatch.setattr(sites, "DROPOUT_QUERIES", 1)
     torch._dynamo.reset()
     torch.manual_seed(1)

@@ -36,10 +36,9 @@ WAIT_QUERIES = 1024
 CUDNN_WIDTH = 128  # of a head, which cuDNN takes forward and backward on every GPU
 # From how many queries on FlexAttention is taken for a bias. None: with ALiBi a step took it 2.4 times as long.
 BIAS_QUERIES: int | None = None
-DROPOUT_QUERIES = 512  # from how many on FlashAttention, with dropout, is taken for a padding: docs/performance.md
-# Whether FlashAttention is also taken where a checkpoint computes it again. torch gives its op, which is tagged as random,
-# the same state of the generator then, from which the kernel takes its seed and offset; it has not been run on a GPU.
-DROPS_AGAIN = False
+# From how many queries on FlashAttention, with dropout, is taken for a padding: docs/performance.md. Where a checkpoint
+# computes it again, torch gives its op, which is tagged as random, the state of the generator that it had.
+DROPOUT_QUERIES = 512
 FLASH_WIDTH = 128  # of a head, which FlashAttention takes forward and backward, with dropout, on every GPU
 _DTYPES = (torch.bfloat16, torch.float16)
 _WIDTHS = (16, 256)  # of a head, that FlexAttention takes
@@ -201,7 +200,7 @@ def _decide(site: Attention, inputs: Inputs, plan: Plan) -> None:
     elif site.by_hand or site.call.given is not None:
         drops = site.call.dropout != 0.0
         site.refusal = _mask_refusal(site, inputs.bodies, plan)
-        site.refusal = site.refusal or (_kept_refusal(site, inputs.bodies) if drops else _flex_refusal(site))
+        site.refusal = site.refusal or (_kept_refusal(site) if drops else _flex_refusal(site))
         if site.refusal is None:
             waits = not special and not inputs.hold_any(site.proof.leaves.values()) and _may_wait(site, plan)
             site.kernel = "kept" if drops else "either" if waits else "flex"
@@ -292,7 +291,7 @@ def _flex_refusal(site: Attention) -> Refusal | None:
     return None
 
 
-def _kept_refusal(site: Attention, bodies: Bodies) -> Refusal | None:
+def _kept_refusal(site: Attention) -> Refusal | None:
     """Why FlashAttention does not take it, with its dropout: Note [Dropout under a padding]."""
     q, v, mask = value(site.call.q), value(site.call.v), site.proof.mask
     assert mask is not None
@@ -305,10 +304,6 @@ def _kept_refusal(site: Attention, bodies: Bodies) -> Refusal | None:
         return Refusal("FlexAttention has no dropout, and FlashAttention no mask but a padding")
     if not isinstance(site.call.dropout, float):
         return Refusal("its dropout is known at the call alone")
-    if site.call.node.graph is not bodies.root.graph and not DROPS_AGAIN:
-        return Refusal(
-            "there is dropout in a body that is computed again, whose random numbers torch's attention repeats"
-        )
     if site.attends_to_all:
         return Refusal("there is dropout, and a query that attends to no key attends to all of them alike")
     if not (isinstance(width, int) and width % 8 == 0 and width <= FLASH_WIDTH and v.shape[-1] == width):
