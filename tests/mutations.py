@@ -41,6 +41,12 @@ MUTATIONS = [
         ("tests/backend/test_backward.py",),
     ),
     Mutation(
+        "weights that learn have scales of their own, where stored ones share it",
+        "layers = fused(site.fqn) if site.recipe is not None and site.recipe.of_stored_weights else None",
+        "layers = None",
+        ("tests/backend/test_stored_training.py",),
+    ),
+    Mutation(
         "wgrad has dgrad's precision",
         "return of_dgrad, of_dgrad if wgrad == dgrad else self._with(wgrad)",
         "return of_dgrad, of_dgrad",

@@ -19,14 +19,12 @@ from te_inductor.passes.pre_grad.sites import requirements
 from te_inductor.presentation.paths import HIDDEN, grouped, names_of, without_wrappers
 from te_inductor.presentation.progress import progress
 from te_inductor.recipes import Recipe
+from te_inductor.recipes.weight_only import fused
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUTERS = frozenset(("gate", "router"))  # what models call them
 CONTAINERS = (nn.ParameterDict, nn.ParameterList)
-# Layers of one module that engines multiply as one matrix, which has one scale of the tensor. Source: vLLM,
-# packed_modules_mapping of its models.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"))
 
 
 Refuses = Callable[["MultipliedWeight", Mapping[Tensor, Sequence[nn.Module]]], Refusal | None]
@@ -202,12 +200,6 @@ def shared_by(together: Sequence[tuple[MultipliedWeight, Recipe]]) -> tuple[Any,
     """What weights share that are multiplied as one matrix."""
     with torch.no_grad():
         return kind_of(together[0][1]).shared([held.weight.detach() for held, _ in together]) if together[1:] else ()
-
-
-def fused(name: str) -> tuple[str, tuple[str, ...]] | None:
-    """The module and the layers with which a layer's weight, by its name, is multiplied as one matrix."""
-    module, _, layer = name.removesuffix(".weight").rpartition(".")
-    return next(((module, layers) for layers in FUSED if layer in layers), None)
 
 
 def multiplied_as_one(

@@ -11,13 +11,14 @@ from te_inductor.api import written_recipes
 from te_inductor.api.checkpoint_experts import PARTS_OF
 from te_inductor.api.checkpoint_formats import METHODS, OWN
 from te_inductor.api.checkpoint_formats.protocol import ROWS_OF_BLOCK, CheckpointFormat, Contents, QuantMethod
-from te_inductor.api.quantization import adapters_of, fused
+from te_inductor.api.quantization import adapters_of
 from te_inductor.diagnostics import say
 from te_inductor.errors import OptionError, StoredWeightError, wrong_type
 from te_inductor.ops.stored_experts import StoredExperts
 from te_inductor.ops.stored_weight import NVFP4Weight, StoredWeight
 from te_inductor.presentation.paths import grouped, layer_path, shown
 from te_inductor.recipes import Float8BlockScaling, Recipe
+from te_inductor.recipes.weight_only import fused
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def _chosen(target: Target, sizes: Sizes, rows: torch.dtype, out: torch.dtype, c
     return select(policy.problem(target, sizes, rows, out, casts, gone)).family
 
 
-class _NVFP4:
+class NVFP4Product:
     """How an NVFP4 weight (stored, block_scale, tensor_scale) is multiplied."""
 
     @staticmethod
@@ -157,7 +157,7 @@ def _nvfp4_weight_only(
     out_dtype: torch.dtype,
 ) -> Tensor:  # (..., N)
     with for_program(nvfp4_weight_only):
-        return _linear(_NVFP4, x, (stored, block_scale, tensor_scale), bias, (prefill, out_dtype))
+        return _linear(NVFP4Product, x, (stored, block_scale, tensor_scale), bias, (prefill, out_dtype))
 
 
 def _fp8_weight(

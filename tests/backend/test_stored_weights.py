@@ -207,9 +207,10 @@ def test_explain():
 
 def test_the_recipe_wants_a_stored_weight():
     with pytest.warns(
-        FallbackWarning, match=r"plain float32 tensor; te_inductor.quantize_\(model, 'nvfp4_weight_only'\)"
+        FallbackWarning,
+        match=r"float32 tensor, which does not learn; te_inductor.quantize_\(model, 'nvfp4_weight_only'\)",
     ):
-        compiled(model(), recipe="nvfp4_weight_only")(torch.randn(5, 96))
+        compiled(model().requires_grad_(False), recipe="nvfp4_weight_only")(torch.randn(5, 96))
 
 
 def test_what_cannot_be_stored():

@@ -11,6 +11,7 @@ from te_inductor.kernels import nvfp4_linear as policy
 from te_inductor.kernels.problem import Sizes
 from te_inductor.lowerings.gemm.partial_sums import added_up, called
 from te_inductor.lowerings.registry import lowering
+from te_inductor.ops import nvfp4_store
 from te_inductor.ops import stored as ops_stored
 
 aten = torch.ops.aten
@@ -99,6 +100,11 @@ def nvfp4_linear_fp8(
 @lowering(ops_stored.nvfp4_dequantize)
 def nvfp4_dequantize(stored, block_scale, tensor_scale, k, dtype):  # type: ignore[no-untyped-def]
     return called(ops_stored.nvfp4_dequantize, stored, block_scale, tensor_scale, k, dtype)
+
+
+@lowering(nvfp4_store)
+def nvfp4_store_(weight, amax):  # type: ignore[no-untyped-def]
+    return called(nvfp4_store, weight, amax)
 
 
 @lowering(ops_stored.nvfp4_recast)

@@ -55,6 +55,7 @@ class Precision:
     slots: Slots | None = None  # the recipe's, for this site
     by_policy: bool = False  # named by a policy entry
     stored: bool = False  # its weight is stored in low precision, which is its recipe: there is nothing to rewrite
+    learns: bool = False  # or each forward stores it, and it learns
 
 
 class _Placed:
@@ -119,7 +120,10 @@ class Candidate(_Placed):
 
     @property
     def wires(self) -> list[str]:
-        """What a report says of its tensors that go between ranks."""
+        """What a report says of its tensors that go between ranks, or of a weight that learns as it is going to be
+        stored."""
+        if self.precision.learns:
+            return ["each forward stores the weight, which learns; quantize_ stores it once, for inference"]
         if not self.low or self.slots is None:
             return []
         return [text for part in self.match.parts for text in part.describe(self.slots)]

@@ -2,6 +2,7 @@
 others."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from te_inductor import compat, recipes
 from te_inductor.diagnostics import Refusal
@@ -23,7 +24,7 @@ from te_inductor.passes.pre_grad.decide import (
     weight_grads,
 )
 from te_inductor.passes.pre_grad.decide.policy import Entry, Policy
-from te_inductor.passes.pre_grad.plan import Candidate, Plan, Precision, Unlowered
+from te_inductor.passes.pre_grad.plan import Candidate, LoweredPlan, Plan, Precision, Unlowered
 from te_inductor.passes.pre_grad.sites import requirements
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.presentation.report import Unmet
@@ -44,6 +45,9 @@ def resolve_recipes(plan: Plan) -> None:
         weight = compat.shard_of(value(candidate.match.weight))
         recipe, by_policy = _recipe(candidate, entry, default), entry is not None
         recipe = None if recipe is None else recipe.with_backward(backward)
+        if recipe is not None and recipe.of_stored_weights and recipe.backward is not None:
+            candidate.unmet["backward"] = Refusal("its gradient goes straight through the cast of its weight")
+            recipe = recipe.own
         if isinstance(weight, StoredWeight):
             candidate.precision = Precision(weight.recipe, stored=True)
             if recipe is not None and recipe.backward is not None:
@@ -84,7 +88,15 @@ def check_sites(plan: Plan) -> None:
     for candidate in plan.candidates:
         match, weight = candidate.match, value(candidate.match.weight)
         if candidate.recipe is not None and candidate.recipe.of_stored_weights and not candidate.stored:
-            candidate.refusal = requirements.not_stored(candidate.recipe, weight)
+            candidate.refusal = (
+                requirements.not_stored(candidate.recipe, weight, candidate.rule.pattern, _is_plain(match))
+                or regions.refusal(candidate.place.regions)
+                or transforms.refusal(transforms_of.get(match.node))
+                or candidate.rule.check(match)
+                or (Refusal("a graph with a backward of its own") if isinstance(plan, LoweredPlan) else None)
+            )
+            if candidate.refusal is None:
+                candidate.precision = replace(candidate.precision, stored=True, learns=True)
         elif candidate.slots is not None:
             candidate.refusal = (
                 regions.refusal(candidate.place.regions)
@@ -106,6 +118,10 @@ def check_sites(plan: Plan) -> None:
                 candidate.refusal = candidate.refusal or delayed.of_shards(
                     candidate.recipe, plan.options, match.parallel
                 )
+
+
+def _is_plain(match: Match) -> bool:
+    return not (match.transposed or match.parts or match.before or match.behind)
 
 
 def _refusal_here(match: Match, plan: Plan, is_cpp: bool) -> Refusal | None:

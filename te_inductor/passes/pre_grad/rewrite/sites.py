@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import fx
 
+from te_inductor import ops
 from te_inductor.ops import LayerSpec
 from te_inductor.passes.graph import regions
 from te_inductor.passes.graph.bodies import Bodies
+from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.decide import merging, transforms, weight_grads
 from te_inductor.passes.pre_grad.decide.delayed import GroupsOf
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
@@ -19,8 +22,9 @@ from te_inductor.passes.pre_grad.rewrite.extras import (
     check_order,
     refresh_on,
 )
-from te_inductor.passes.pre_grad.sites.rule import Emit, Match, call_layers
+from te_inductor.passes.pre_grad.sites.rule import Emit, Match, call_layers, replace_layer
 from te_inductor.recipes import DelayedScaling, Slots
+from te_inductor.recipes.weight_only import fused
 from te_inductor.runtime.extra_inputs import GradientInputs
 from te_inductor.runtime.state.state_inputs import StateInputs
 from te_inductor.runtime.weights.cached_inputs import CachedInputs
@@ -47,6 +51,7 @@ def rewrite_sites(plan: Plan) -> None:
     for node, inlined in plan.products.inlined.items():
         if node not in layers:
             inlined.undo()
+    _store_what_learns(plan)
     between_ranks.without_gathers(sites)
     between_ranks.ask_for_sizes(sites)
     merged = [[site.match for site in group] for group in plan.merged]  # as earlier passes have left them
@@ -76,6 +81,31 @@ def rewrite_sites(plan: Plan) -> None:
         annotations.spread(module.graph)
         selective.translate(module)
         module.recompile()
+
+
+def _store_what_learns(plan: Plan) -> None:
+    """Have weights that `quantize_` is going to store be stored by each forward."""
+    together = dict[Any, list[Match]]()
+    for site in plan.candidates:  # one that does not learn is stored with the others too
+        layers = fused(site.fqn) if site.recipe is not None and site.recipe.of_stored_weights else None
+        if layers is not None and site.match.weight.op in ("placeholder", "get_attr") and site.match.dims == 2:
+            together.setdefault((layers, site.recipe, site.match.node.graph), []).append(site.match)
+    amaxes = dict[fx.Node, fx.Node]()  # by the layers' nodes
+    for matches in together.values():
+        if len(matches) > 1:
+            first = min(match.node for match in matches)
+            with first.graph.inserting_before(first):
+                weights = [match.weight for match in matches]
+                amaxes |= dict.fromkeys(
+                    [match.node for match in matches], first.graph.call_function(ops.nvfp4_shared_amax, (weights,))
+                )
+    for site in reversed(plan.candidates):
+        if site.precision.learns:
+            match, recipe = site.match, site.recipe
+            with match.node.graph.inserting_before(match.node):
+                operands: Any = (match.x, match.weight, match.bias, recipe.prefill, value(match.node).dtype)  # type: ignore[union-attr]
+                new = match.node.graph.call_function(ops.nvfp4_trained, operands, {"amax": amaxes.get(match.node)})
+                replace_layer(match, new)
 
 
 def _stateless(slots: Slots, extras: ExtraArguments, gathers: between_ranks.GatheredWeights) -> Emit:

@@ -78,13 +78,17 @@ def block_sizes(slots: Slots, n: int, k: int) -> Refusal | None:
     return None
 
 
-def not_stored(recipe: Recipe, weight: torch.Tensor) -> Refusal:
-    """Refuses a recipe for stored weights, and a weight that is not."""
-    return Refusal(
-        "weight is a plain %s tensor; te_inductor.quantize_(model, %r) stores it first",
-        str(weight.dtype).removeprefix("torch."),
-        recipe.name,
-    )
+def not_stored(recipe: Recipe, weight: torch.Tensor, form: str, plain: bool) -> Refusal | None:
+    """Refuses a recipe for stored weights, of a weight that is not and does not learn either."""
+    if not weight.requires_grad:
+        return Refusal(
+            "weight is a plain %s tensor, which does not learn; te_inductor.quantize_(model, %r) stores it first",
+            str(weight.dtype).removeprefix("torch."),
+            recipe.name,
+        )
+    if form != "linear" or not plain or weight.dim() != 2:
+        return Refusal("a %s, where F.linear alone trains with a weight that quantize_ is going to store", form)
+    return None
 
 
 def backward(dtype: torch.dtype, weight: torch.Tensor, slots: Slots, experts: bool) -> Refusal | None:
