@@ -84,13 +84,16 @@ def errors(name: str) -> Iterator[tuple[str, str]]:
 
 
 def _beginning(path: str) -> Iterator[tuple[str, str]]:
-    """The place and the text of each string that begins with the package's name."""
+    """The place and the text of each sentence that begins with the package's name. Ranges of a profile have names that
+    do, of two words."""
     pieces = {part for node in _nodes(path) if isinstance(node, ast.JoinedStr) for part in node.values}
     pieces |= {node.value for node in _nodes(path) if isinstance(node, ast.Expr)}  # docstrings
     for node in _nodes(path):
         first = node.values[0] if isinstance(node, ast.JoinedStr) and node.values else node
         if node not in pieces and isinstance(first, ast.Constant) and BEGINNING.match(str(first.value)):
-            yield f"{path}:{node.lineno}", BEGINNING.sub("", text(node, names(path)))
+            said = BEGINNING.sub("", text(node, names(path)))
+            if len(said.split()) > 3:
+                yield f"{path}:{node.lineno}", said
 
 
 def assertions() -> Iterator[tuple[str, str]]:
