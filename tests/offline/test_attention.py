@@ -19,6 +19,7 @@ def test_lengths_that_are_symbolic(case):
     assert generated.sources[0].count("te_inductor.block_mask.default(") == 1  # for all layers
 
 
+@pytest.mark.thorough
 def test_block_masks(tmp_path):
     """The generated kernels find the same blocks, and none sorts, which Triton takes long to compile."""
     [source] = generate("block_masks", 90).sources

@@ -127,7 +127,7 @@ def test_mxfp6_is_multiplied_in_bf16(arch: int, tmp_path: Path) -> None:
         assert compile_to_cubin(kernel, arch, tmp_path).asm["cubin"]
 
 
-@pytest.mark.quick("nvfp4_gradient", "nvfp4_weight")
+@pytest.mark.quick("nvfp4_weight")
 @pytest.mark.parametrize("case", NVFP4)
 def test_nvfp4_in_the_interpreter(case: str, tmp_path: Path) -> None:
     size, scope = NVFP4[case]
