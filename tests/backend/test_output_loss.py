@@ -97,6 +97,17 @@ FORMS = {
             lambda rows, chosen: rows.logsumexp(-1) - rows.gather(-1, chosen.unsqueeze(-1)).squeeze(-1),
         )
     ),
+    "classes second, by keywords": lambda logits, labels: F.cross_entropy(
+        input=torch.permute(input=logits.float(), dims=(0, 2, 1)), target=labels
+    ),
+    "gather less logsumexp, by keywords": lambda logits, labels: policy(
+        logits.float(),
+        labels,
+        lambda rows, chosen: (
+            torch.squeeze(input=torch.gather(input=rows, dim=-1, index=torch.unsqueeze(input=chosen, dim=-1)), dim=-1)
+            - torch.logsumexp(input=rows, dim=[-1])
+        ),
+    ),
     "classes second": lambda logits, labels: F.cross_entropy(logits.float().transpose(1, 2), labels),
     "classes second, a loss each": lambda logits, labels: (
         F.cross_entropy(logits.mT, labels, reduction="none") * torch.linspace(0, 1, 12)

@@ -51,7 +51,8 @@ def _cross_entropy(call: fx.Node) -> Form | None:
         refusal = "it is reduced by 'size_average' or 'reduce', which torch deprecates"
     dims = value(logits).dim()
     if not own and operators.order(logits) == [0, dims - 1, *range(1, dims - 1)]:
-        logits, own = logits.args[0], (logits,)
+        own = (logits,)
+        [logits] = logits.all_input_nodes
     elif dims != 2:
         refusal = refusal or "its classes are neither the last dimension nor a permutation's second one"
     if not is_tensor(target) or value(target).dim() != dims - 1:
@@ -85,13 +86,21 @@ def _gathered(node: Any) -> tuple[fx.Node, fx.Node] | None:
     return source, index
 
 
+def _of_last(node: Any, called: str) -> fx.Node | None:
+    """What the last dimension, of one, was added to by `unsqueeze` or taken of by `squeeze`."""
+    if not is_tensor(node) or operators.read(node).name != called:
+        return None
+    given: dict[str, Any] = dict(zip(("input", "dim"), node.args, strict=False)) | node.kwargs
+    source = given.get("input")
+    if given.keys() != {"input", "dim"} or not is_tensor(source):
+        return None
+    dims = value(source if called == "squeeze" else node).dim()
+    return source if given["dim"] in (-1, dims - 1) else None
+
+
 def _squeezed(node: Any) -> Any:
-    """What a last dimension of one was taken of; the node itself where it was not."""
-    if not is_tensor(node) or operators.read(node).name != "squeeze":
-        return node
-    dims = [*node.args[1:], *node.kwargs.values()]
-    source = node.args[0]
-    return source if is_tensor(source) and dims in ([-1], [value(source).dim() - 1]) else node
+    """What a last dimension was taken of; the node itself where it was not."""
+    return _of_last(node, "squeeze") or node
 
 
 def _is_whole(source: fx.Node, index: fx.Node) -> bool:
@@ -174,11 +183,8 @@ def _row_by_row(call: fx.Node) -> Form | None:
         logits = None if found is None else _of_softmax(found[0])
         if found is None or logits is None or _squeezed(piece) is piece or not _is_whole(*found):
             return None
-        index = found[1]
-        if operators.read(index).name != "unsqueeze" or index.args[1:] not in ((-1,), (value(index).dim() - 1,)):
-            return None
         rows.append(logits)
-        labels.append(index.args[0])
+        labels.append(_of_last(found[1], "unsqueeze"))
         own |= {logits, found[0], _squeezed(piece), piece}
     whole, label = _of_rows(rows), _of_rows(labels)
     return None if whole is None or label is None else Form(whole, label, "picked", own=tuple(sorted(own)))
