@@ -83,7 +83,7 @@ def test_every_product_is_found(name):
     found = sorted((site.fqn.rpartition(".")[2], site.gemm, site.kernel == "high_precision") for site in experts)
     gemms = ("dgrad", "fprop", "wgrad")
     assert found == [(path, gemm, False) for path in sorted((first, "down_proj")) for gemm in gemms]
-    high = {site.fqn: site.reason for site in report.fallbacks if not site.fqn.endswith(NARROW)}
+    high = {site.fqn: site.reason for site in report.sites if site.outside}
     assert len(high) == 1 and "a router" in next(iter(high.values())), high
 
 
@@ -150,7 +150,7 @@ def test_torchtitan(before):
     assert report.failure is None
     found = {site.fqn: site.kernel == "high_precision" for site in report.sites}
     assert found == {"router": True, "experts.w1": False, "experts.w2": False, "experts.w3": False, "shared": False}
-    [reason] = {site.reason for site in report.fallbacks}
+    [reason] = {site.reason for site in report.sites if site.outside}
     assert "a router" in reason
     run = te(model, "rowwise", policy={"router": "none", "shared": "none"})
     slots, twin = recipes.resolve("rowwise").slots(), copy.deepcopy(model)

@@ -193,6 +193,7 @@ def test_where(monkeypatch):
         assert multiplies(four_bits)
         assert not multiplies(four_bits, leaves=True)
     assert multiplies(gemm, leaves=True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.__config__, "show", lambda: "")
     assert not sm100.target((10, 0), "13.0").grouped_microscaled_mm
 
