@@ -124,6 +124,9 @@ def test_reports_and_refusals():
     report = explain(nn.Linear(64, 48), x, options={"recipe": "nvfp4_weight_only", "backward": "dequantized"})
     assert report.sites[0].recipe == "nvfp4_weight_only" and report.sites[0].kernel != "high_precision"
     assert "each forward stores the weight" in str(report) and "goes straight through the cast" in str(report)
+    more = {"wgrad": "main_grad", "weights": "once"}
+    unmet = explain(nn.Linear(64, 48), x, options={"recipe": "nvfp4_weight_only", **more}).unmet
+    assert {one.option for one in unmet} == set(more)
     frozen = nn.Linear(64, 48).requires_grad_(False)
     [site] = explain(frozen, x, options={"recipe": "nvfp4_weight_only", "fallback": "silent"}).sites
     assert site.kernel == "high_precision" and "does not learn; te_inductor.quantize_(model" in site.reason

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from te_inductor import compat, recipes
+from te_inductor.config import OPTIONS
 from te_inductor.diagnostics import Refusal
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.ops.stored_weight import StoredWeight
@@ -97,6 +98,11 @@ def check_sites(plan: Plan) -> None:
             )
             if candidate.refusal is None:
                 candidate.precision = replace(candidate.precision, stored=True, learns=True)
+                candidate.unmet |= {
+                    option: why
+                    for option, why in _LEARNS.items()
+                    if getattr(plan.options, option) != OPTIONS[option].default
+                }
         elif candidate.slots is not None:
             candidate.refusal = (
                 regions.refusal(candidate.place.regions)
@@ -118,6 +124,13 @@ def check_sites(plan: Plan) -> None:
                 candidate.refusal = candidate.refusal or delayed.of_shards(
                     candidate.recipe, plan.options, match.parallel
                 )
+
+
+# Options that do not reach a weight which each forward stores.
+_LEARNS = {
+    "weights": Refusal("each forward stores the weight, which learns"),
+    "wgrad": Refusal("its gradient goes straight through the cast of the weight, to autograd"),
+}
 
 
 def _is_plain(match: Match) -> bool:
@@ -168,10 +181,7 @@ def check_extras(plan: Plan) -> None:
     if plan.options.amax_group:
         checks["amax_group"] = lambda site: delayed.not_over_group(site.recipe, plan.options)
     plan.outcome.report.unmet.extend(
-        Unmet(option, site.fqn, str(site.unmet[option]))
-        for option in ("recipe", "backward")
-        for site in plan.candidates
-        if option in site.unmet
+        Unmet(option, site.fqn, str(why)) for site in plan.candidates for option, why in site.unmet.items()
     )
     for option, check in checks.items():
         refusals = {node: check(site) for node, site in sites.items()}
