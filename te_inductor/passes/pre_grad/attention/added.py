@@ -40,6 +40,7 @@ class Added:
     bias: fx.Node | None = None  # that broadcasts to the scores
     unread: Refusal | None = None  # why the bias is none of the masks
     scale: float = 1.0  # what the bias is multiplied by
+    infinite: torch.dtype | None = None  # of which a cast behind a mask makes minus infinity of the smallest number
 
     @property
     def predicate(self) -> Expr:
@@ -51,6 +52,11 @@ class Added:
         """Whether the smallest number hides any."""
         return any(one.smallest for one in self.masks)
 
+    def cast(self, dtype: torch.dtype, largest: float) -> None:
+        """Note that what is added, of a dtype, is cast to one with this largest number."""
+        if self.smallest and torch.finfo(dtype).max > largest:
+            self.infinite = dtype
+
     def replaces(self, what: str) -> bool:
         """Whether a mask's number stands in the place of the bias, or of the scores."""
         return any(one.replaces == what for one in self.masks)
@@ -59,7 +65,8 @@ class Added:
         """Both; None where both have a bias, whose sum is rounded."""
         if self.bias is not None and other.bias is not None:
             return None
-        return replace(self if other.bias is None else other, masks=self.masks + other.masks)
+        whole = self if other.bias is None else other
+        return replace(whole, masks=self.masks + other.masks, infinite=self.infinite or other.infinite)
 
 
 def of_mask(node: fx.Node, reader: Reader, scores: Scores) -> Added | Refusal:

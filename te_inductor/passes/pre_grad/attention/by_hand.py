@@ -217,8 +217,7 @@ def _merge(part: Added | Refusal, given: fx.Node, dtype: torch.dtype, walk: "_Wa
     found = walk.found
     if isinstance(part, Refusal):
         raise _Unread(part)
-    if part.smallest and torch.finfo(dtype).max > walk.largest:
-        raise _Unread(Refusal("a cast makes minus infinity of the smallest number of %s, which hides a score", dtype))
+    part.cast(dtype, walk.largest)
     scale = found.scale * factor
     if found.softcap is not None and (part.bias is not None or part.masks):
         raise _Unread("a mask or a bias is added in front of a soft cap")

@@ -90,7 +90,10 @@ def _of_call(node: fx.Node, reader: Reader) -> Attention:
     if site.call.given is None:
         site.proof.mask = Mask((masks.KEY <= masks.QUERY,) if call.get("is_causal") is True else (), scores)
     else:
-        _take(site, added.of_mask(site.call.given, reader, scores), scores, reader)
+        part = added.of_mask(site.call.given, reader, scores)
+        if isinstance(part, Added):  # autocast casts it
+            part.cast(value(site.call.given).dtype, torch.finfo(value(node).dtype).max)
+        _take(site, part, scores, reader)
     return site
 
 
@@ -222,15 +225,11 @@ def _value_refusal(site: Attention) -> Refusal | None:
         return Refusal("its mask, k or v is broadcast to other batches or heads than those of q")
     if site.call.scale is not None and not 0.0 < site.call.scale < float("inf"):
         return Refusal("its scores are multiplied by %s", site.call.scale)
-    added_up = any(one.replaces != "scores" for one in site.call.added.masks) and site.call.given is not None
-    if added_up and site.attends_to_all:
-        dtype = value(site.call.given).dtype  # type: ignore[arg-type]
-        if dtype is torch.float16:
-            return Refusal(
-                "float16's smallest number leaves scores in it, by which a query without a key attends to all"
-            )
-        if not site.by_hand and torch.finfo(dtype).max > torch.finfo(out.dtype).max:
-            return Refusal("autocast makes minus infinity of the smallest number in its mask, of %s", dtype)
+    numbers = any(one.replaces != "scores" for one in site.call.added.masks) and site.call.given is not None
+    if numbers and value(site.call.given).dtype is torch.float16 and site.attends_to_all:  # type: ignore[arg-type]
+        return Refusal("float16's smallest number leaves scores in it, by which a query without a key attends to all")
+    if site.call.added.infinite is not None and site.attends_to_all:
+        return Refusal("a cast makes minus infinity of the smallest number of %s", site.call.added.infinite)
     return None
 
 
