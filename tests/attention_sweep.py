@@ -61,6 +61,13 @@ def copied(step: tuple[float, dict[str, Tensor]]) -> tuple[float, dict[str, Tens
     return step[0], {name: one.clone() for name, one in step[1].items()}
 
 
+def apart_by(found: Tensor, expected: Tensor) -> Tensor:
+    """The norm of the difference; infinite where one of them alone is NaN."""
+    if not torch.equal(found.isnan(), expected.isnan()):
+        return torch.tensor(torch.inf)
+    return (found - expected).nan_to_num().norm()
+
+
 def look(name: str, kind: str, written: str) -> dict[str, Any]:
     """What one class does, of this process."""
     import pytest
@@ -84,10 +91,14 @@ def look(name: str, kind: str, written: str) -> dict[str, Any]:
             for one, (loss, gradients) in zip(given, expected, strict=True):
                 found_loss, found = sweep.step(model, compiled, one)
                 lost |= gradients.keys() ^ found.keys()
-                largest = max(gradient.norm() for gradient in gradients.values())
-                errors = {key: (found[key] - gradients[key]).norm() for key in gradients.keys() & found.keys()}
-                off = {key: error / (gradients[key].norm() + NOTHING * largest) for key, error in errors.items()}
-                off["loss"] = torch.tensor(abs(found_loss - loss) / abs(loss))
+                sizes = {key: gradient.nan_to_num().norm() for key, gradient in gradients.items()}
+                least = NOTHING * max(sizes.values())
+                off = {
+                    key: apart_by(found[key], gradients[key]) / (sizes[key] + least)
+                    for key in sizes.keys() & found.keys()
+                }
+                losses = torch.tensor(found_loss), torch.tensor(loss)
+                off["loss"] = apart_by(*losses) / losses[1].nan_to_num(1.0).abs()
                 worst = max(worst, *((one.item(), key) for key, one in off.items()))
     except Exception:
         torch.compiler.reset()
