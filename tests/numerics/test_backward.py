@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_inductor import ops, recipes
+from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.ops.layers.main_grad import MainGrad
 from te_inductor.recipes import BackwardPrecision, Slots
 from tests.recipes import every_recipe
@@ -214,3 +215,28 @@ def test_wrong_values(backward, text):
 def test_transformer_engines_name_says_ours():
     with pytest.raises(recipes.RecipeError, match="the field is named backward here"):
         recipes.MXFP8BlockScaling(backward_override="high_precision")
+
+
+@every_recipe
+def test_pickles_of_older_recipes_load(name):
+    recipe = recipes.resolve(name)
+    state = {field: value for field, value in vars(recipe).items() if field != "backward"}
+    made = object.__new__(type(recipe))
+    made.__setstate__(state)
+    assert made == recipe and made.backward is None
+
+
+@pytest.mark.parametrize("name", ["current", "block"])
+def test_a_weight_that_was_gathered_in_low_precision(name):
+    """The backward multiplies by what was gathered."""
+    made = slots(name, "dequantized")
+    x, w, dy = (torch.randn(size) for size in ((M, 128), (128, 128), (M, 128)))
+    data, scale_inv = ops.quantize(w, made.weight)
+    gathered = GatheredWeight(data, scale_inv, w.shape, w.dtype, recipes.resolve(name)).requires_grad_()
+    found = []
+    for weight in (w.clone().requires_grad_(), gathered):
+        leaf = x.clone().requires_grad_()
+        [y] = ops.layers(leaf, [weight], [], ops.LayerSpec(made), x.dtype)
+        y.backward(dy)
+        found.append((y.detach(), leaf.grad, weight.grad))
+    assert all(map(torch.equal, *found))
