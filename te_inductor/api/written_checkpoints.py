@@ -3,7 +3,7 @@ by which other programs find out what they are."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -74,8 +74,7 @@ class CheckpointWriter:
         """The tensors that a checkpoint has for a stored weight, by their keys."""
         of = self.stored[name]
         n, k = of.sizes
-        found = self.program.format_of(of.recipe, n, k)
-        assert isinstance(found, CheckpointFormat)
+        found = cast(CheckpointFormat, self.program.format_of(of.recipe, n, k))  # it has all weights
         experts = range(of.shape[0])
         matrices = [weight.matrix(one) for one in experts] if isinstance(weight, StoredExperts) else [weight]
         per = len(of.pieces) // len(matrices)

@@ -55,6 +55,7 @@ EXTENSION_POINTS = {
 }
 # Options that it sets for a while. Those that work around faults have records.
 OPTIONS = {
+    "enable_autograd_cache": "a graph that is interpreted cannot be written into it",
     "is_non_builtin_to_include": "the partitioner's own switch for ops that are not torch's",
     "max_autotune": "a library's GEMM is not measured where it is the only choice",
     "max_autotune_gemm": "likewise",

@@ -40,6 +40,7 @@ GEMMS = {
     "mxfp4": Gemm("fprop", False, ("1x32", "1x32"), ("e2m1", "e2m1")),
     "nvfp4": Gemm("fprop", False, ("1x16", "1x16"), ("e2m1", "e2m1")),
     "stored nvfp4": nvfp4_linear.PREFILL,
+    "high dgrad": Gemm.of_high_precision("dgrad"),
 }
 EPILOGUES = {
     "bias": Epilogue(bias=True),
@@ -59,6 +60,7 @@ OUT = {"adds": FP32, "max-autotune, adds": FP32, "fp32": FP32, "gelu": E4M3, "sw
 EXPERTS = 8
 DEVICES = (H200, B200, L40S, RTX5090, CPU)
 CUBLASLT, INDUCTOR, EMULATED, EAGER = "cublaslt", "inductor", "emulated", "eager"
+HIGH = "high_precision"
 SMALL_M, GROUPED_MM, LIBRARY = "triton:fp8_small_m", "triton:grouped_mm", "cutlass:_scaled_grouped_mm"
 NVFP4, PROMPT, DECODE = "triton:nvfp4_linear", "triton:nvfp4_fp8", "triton:experts_decode"
 ACROSS, DOWN, SPLIT, QUANTIZED, BLOCK, BLOCK_PAIR = (  # CUTLASS's tiles
@@ -97,6 +99,7 @@ CHOICES = [
     (DENSE, (16384, 4096, 6144), "nvfp4", "", EMULATED, CUBLASLT, EMULATED, EMULATED, EMULATED),
     (DENSE, (16384, 4096, 6144), "mxfp4", "", EMULATED, EMULATED, EMULATED, EMULATED, EMULATED),
     (DENSE, (16384, 4096, 6144), "mxfp6", "", EMULATED, EMULATED, EMULATED, EMULATED, EMULATED),
+    (DENSE, (16384, 4096, 6144), "high dgrad", "", HIGH, HIGH, HIGH, HIGH, HIGH),
     (DENSE, (16384, 6144, 4096), "tensor", "bias", ACROSS, CUBLASLT, CUBLASLT, CUBLASLT, INDUCTOR),
     (DENSE, (16384, 6144, 4096), "tensor", "adds another", ACROSS, CUBLASLT, CUBLASLT, CUBLASLT, INDUCTOR),
     (DENSE, (16384, 6144, 4096), "tensor", "fp32", CUBLASLT, CUBLASLT, CUBLASLT, CUBLASLT, INDUCTOR),

@@ -14,6 +14,7 @@ from te_inductor import explain
 from te_inductor.distributed.parallel import Parallel
 from te_inductor.passes.pre_grad.decide import size_rule
 from te_inductor.passes.pre_grad.decide.cast_costs import Layer, Layers, casts_of
+from te_inductor.recipes import Float8CurrentScaling
 from te_inductor.targets import sm90
 from tests.rates import H100, H200, rated
 
@@ -179,8 +180,7 @@ def layer(sizes, **more):
         sizes=sizes, groups=None, parallel=None, gather=None, x=None, weight=None, knows_gradient=False, **more
     )
     match.gemms = lambda: [("fprop", ()), ("dgrad", ()), ("wgrad", ())]
-    slots = SimpleNamespace(input=SimpleNamespace(granularity=SimpleNamespace(whole=True, blocked=False)))
-    return SimpleNamespace(match=match, slots=slots, recipe=None)
+    return SimpleNamespace(match=match, slots=Float8CurrentScaling().slots(), recipe=None)
 
 
 MAKERS = SimpleNamespace(of_gradient=lambda match: "kernel", of_input=lambda match: "kernel")
