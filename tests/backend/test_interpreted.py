@@ -93,6 +93,18 @@ def test_a_backward_goes_the_way_of_its_forward(monkeypatch):
     assert ways == [[False, False], [False, True], [True, True]]
 
 
+@pytest.mark.parametrize("deterministic", (False, True))
+def test_deterministic_algorithms_are_compiled(deterministic):
+    """Eager kernels raise there that generated code replaces."""
+    compile = interpreted.interpreting(lambda gm, inputs, **_: "compiled")
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        found = compile(make_fx(lambda x: x + 1)(torch.ones(2)), [])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (found == "compiled") == deterministic
+
+
 def test_operators_that_eager_kernels_compute_otherwise():
     from torch._inductor import inductor_prims
 

@@ -26,12 +26,14 @@ SHARE_OF_FREE_MEMORY = 0.5
 def interpreting(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a compiler of single graphs, forward and backward of one trace, that interprets those that it may and
     gives `compile_graph` the others. A forward that is compiled chooses the strides of what it keeps, so that the backward
-    behind it is compiled as well."""
+    behind it is compiled as well. CUDA graphs are of generated code, and where algorithms have to be deterministic, eager
+    kernels that are not raise, as that of `cumsum`."""
     compiles = False
 
     def compile(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         nonlocal compiles
-        compiles = compiles or bool(options.get("cudagraphs")) or not (means_the_same(gm) and fits(gm))
+        compiles = compiles or bool(options.get("cudagraphs")) or torch.are_deterministic_algorithms_enabled()
+        compiles = compiles or not (means_the_same(gm) and fits(gm))
         return compile_graph(gm, inputs, **options) if compiles else _interpreter(gm)
 
     return compile
