@@ -21,8 +21,8 @@ help: ## List the targets
 demo: $(VENV)/demo.done ## Train a small Llama eagerly, compiled, and in FP8; ARGS="--recipes current --steps 300"
 	$(BIN)/python -m examples.demo $(ARGS)
 
-docs: $(VENV)/dev.done $(VENV)/docs.done ## Build the site into out/site; a warning is an error
-	$(BIN)/python docs/build_site.py out/site $(ARGS)
+docs: $(VENV)/dev.done $(VENV)/docs.done ## Build the site into out/site; a warning is an error; SITE=--without-outputs
+	$(BIN)/python docs/build_site.py out/site $(SITE)
 
 test: $(VENV)/dev.done ## Run the quick tests that need no GPU; ARGS="-k explain"
 	$(BIN)/python -m pytest -m "not gpu and not gpu2 and not thorough" -n 2 --dist worksteal $(ARGS)

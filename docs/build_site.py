@@ -117,9 +117,10 @@ def main() -> int:
         return 0
     from sphinx.cmd.build import main as sphinx_build
 
-    out = sys.argv[1] if len(sys.argv) > 1 else str(ROOT / "out/site")
+    run = "--without-outputs" not in sys.argv[1:]
+    [out] = [given for given in sys.argv[1:] if not given.startswith("--")] or [str(ROOT / "out/site")]
     with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder))
+        write(Path(folder), run)
         shutil.rmtree(out, ignore_errors=True)
         return sphinx_build(["-W", "--keep-going", "-q", "-b", "html", "-d", f"{folder}/.trees", folder, out])
 
