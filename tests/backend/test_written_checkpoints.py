@@ -68,7 +68,8 @@ def test_published_scales_are_kept(tmp_path):
 
 # What vLLM's loaders register for a linear layer (N, K), as checkpoints have it: CompressedTensorsW8A8Fp8 (weight_scale of
 # one number a shard, of channels, of blocks) and CompressedTensorsW4A16Fp4 of model_executor/layers/quantization/
-# compressed_tensors/schemes at 17b6501, Fp8LinearMethod of model_executor/layers/quantization/fp8.py.
+# compressed_tensors/schemes, at de4766a and 17b6501; Fp8LinearMethod of model_executor/layers/quantization/fp8.py, at an
+# older commit.
 E4M3, FP32 = torch.float8_e4m3fn, torch.float32
 VLLM = {
     "current": {"weight": (E4M3, (256, 384)), "weight_scale": (FP32, (1,))},
