@@ -2,6 +2,7 @@
 of a traced graph."""
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from te_inductor import explain
 from te_inductor.distributed.parallel import Parallel
 from te_inductor.passes.pre_grad.decide import size_rule
 from te_inductor.passes.pre_grad.decide.cast_costs import Layer, Layers, casts_of
-from te_inductor.recipes import Float8CurrentScaling
+from te_inductor.recipes import Float8CurrentScaling, Float8RowwiseScaling
 from te_inductor.targets import sm90
 from tests.rates import H100, H200, rated
 
@@ -158,6 +159,26 @@ def test_bytes_of_casts():
     assert moved(weights="once", dgrad=False, wgrad=False).bytes == -x + 2 * w
     assert moved(weights="gathered").bytes == 3 * x + 2 * w + dy
     assert (moved().launches, moved("tensor").launches) == (3, 9)
+    # Another recipe's casts read each tensor again, with the amaxes that its own copies want.
+    other = moved(of_dgrad="rows", of_wgrad="rows")
+    assert other.bytes == (-1 + 3 + 1 + 2) * x + (3 + 1) * w + (3 + 2) * w + 6 * dy
+    assert moved(of_wgrad="blocks").bytes == (-1 + 3 + 1) * x + 7 * w + (1 - 2 + 1) * dy + 3 * dy
+    apart = moved(of_dgrad="rows", of_wgrad="blocks")
+    assert apart.bytes == (-1 + 3 + 1) * x + (3 + 1) * w + (3 + 2) * w + (1 - 2 + 3) * dy + 3 * dy
+    assert (other.launches, apart.launches) == (9, 8)
+
+
+def test_each_gemm_has_the_rate_of_its_scales():
+    one = Layers(8192, 4096, (Layer(4096, "kernel"),), "kernel", "rows")
+    mixed = replace(one, of_dgrad="blocks", of_wgrad="blocks")
+    blocks = size_rule.of_layers(replace(one, scales="blocks"), RATES[H200]).saved_s
+    rows = size_rule.of_layers(one, RATES[H200]).saved_s
+    found = size_rule.of_layers(mixed, RATES[H200])
+    assert found.saved_s == pytest.approx(rows / 3 + 2 * blocks / 3) and blocks < found.saved_s < rows
+    assert found.bf16_s == pytest.approx(size_rule.of_layers(one, RATES[H200]).bf16_s)
+    site = layer((8192, 4096, 4096))
+    site.slots = Float8RowwiseScaling(backward="block").slots_of("")
+    assert judged(site)[1] == found
 
 
 def test_launches_of_two_blocks():

@@ -15,6 +15,9 @@ more instead (SwiGLU reads gate and up, its backward a third tensor). Delayed sc
 amax in the kernel that casts, which then took up to 1.27 times as long (H200, run D1): a byte more of 4. Scales of rows
 want an amax for each copy. Scales of blocks are found in the tile that is cast.
 
+A backward by another recipe shares no cast with fprop: x and the weight are read again for it, and so is the gradient
+where dgrad and wgrad have a recipe each.
+
 A weight's copies are made in each call, unless the options say `weights="once"`: then one kernel reads a weight and
 makes both, and a weight that has not changed is only read. A weight that arrives in FP8 is transposed for dgrad."""
 
@@ -71,6 +74,8 @@ class Layers:
     weights: Weights = "each_call"
     high: int = 0  # GEMMs of the backward in high precision
     dequantized: tuple[bool, bool] = (False, False)  # whether dgrad, wgrad multiply what fprop's copies stand for
+    of_dgrad: Scales | None = None  # of another recipe, which casts what dgrad multiplies; None: `scales`
+    of_wgrad: Scales | None = None  # the same of wgrad
 
     @property
     def n(self) -> int:
@@ -83,8 +88,15 @@ class Layers:
         return 1 + self.dgrad + self.wgrad
 
     @property
+    def each(self) -> tuple[Scales, ...]:
+        """The scales of each GEMM in low precision, fprop's first."""
+        backward = (self.dgrad, self.of_dgrad), (self.wgrad, self.of_wgrad)
+        return self.scales, *(other or self.scales for low, other in backward if low)
+
+    @property
     def flops(self) -> int:
-        return 2 * self.gemms * self.m * self.n * self.k
+        """The FLOPs of one GEMM."""
+        return 2 * self.m * self.n * self.k
 
 
 @dataclass(frozen=True)
@@ -106,7 +118,10 @@ def _input(layers: Layers) -> tuple[int, int]:
     moved, launches = _copies(layers.x, 1), int(layers.x == "memory")
     if layers.wgrad:
         moved, launches = moved + _READ + 1, launches + 1
-    scales, more = _scales(layers, layers.x, 1 + layers.wgrad)
+    shared = layers.wgrad and layers.of_wgrad is None
+    scales, more = _scales(layers, layers.scales, layers.x, 1 + shared)
+    if layers.wgrad and layers.of_wgrad is not None:
+        scales, more = _added((scales, more), _scales(layers, layers.of_wgrad, "memory", 1))
     return layers.m * layers.k * (moved + scales), launches + more
 
 
@@ -119,25 +134,42 @@ def _values(layers: Layers) -> tuple[int, int]:
 
 def _gradients(layers: Layers) -> tuple[int, int]:
     """The casts of the outputs' gradients, which have scales together."""
-    copies, moved, launches = layers.dgrad + layers.wgrad, 0, 0
-    if not copies:
-        return 0, 0
-    for layer in layers.layers:
-        scales, more = (0, 0) if layer.gradient == "loss" else _scales(layers, layer.gradient, copies)
-        moved += layers.m * layer.n * (_copies(layer.gradient, copies) + scales)
-        launches += layer.gradient == "memory"
-    return moved, launches + more
+    found = (0, 0)
+    for place, (scales, copies) in enumerate(_casts_of_gradients(layers)):
+        moved, launches = 0, 0
+        for layer in layers.layers:
+            maker: Maker = layer.gradient if place == 0 or layer.gradient == "loss" else "memory"
+            of_scales, more = (0, 0) if maker == "loss" else _scales(layers, scales, maker, copies)
+            moved += layers.m * layer.n * (_copies(maker, copies) + of_scales)
+            launches += maker == "memory"
+        found = _added(found, (moved, launches + more))
+    return found
+
+
+def _casts_of_gradients(layers: Layers) -> list[tuple[Scales, int]]:
+    """The scales of each cast of a gradient, and how many copies it makes."""
+    low = [layers.of_dgrad] * layers.dgrad + [layers.of_wgrad] * layers.wgrad
+    return [(other or layers.scales, low.count(other)) for other in dict.fromkeys(low)]
 
 
 def _weights(layers: Layers) -> tuple[int, int]:
-    elements, count, copies = layers.n * layers.k, len(layers.layers), 1 + layers.dgrad
-    scales, launches = _scales(layers, "memory", copies)
+    elements, count = layers.n * layers.k, len(layers.layers)
     if layers.weights == "gathered":
         return (_READ * elements, count) if layers.dgrad else (0, 0)
+    shared = layers.dgrad and layers.of_dgrad is None
+    moved, launches = _of_weights(layers, layers.scales, 1 + shared)
+    if layers.dgrad and layers.of_dgrad is not None:
+        moved, launches = _added((moved, launches), _of_weights(layers, layers.of_dgrad, 1))
+    return elements * moved, count * launches
+
+
+def _of_weights(layers: Layers, scales: Scales, copies: int) -> tuple[int, int]:
+    """Bytes an element, and kernels, of the copies of a weight that one recipe casts."""
+    moved, launches = _scales(layers, scales, "memory", copies)
     if layers.weights == "once":
         # In inference none has changed. In training all have: a step of one microbatch.
-        return elements * (_READ + copies + scales if layers.dgrad else _READ), count
-    return elements * (copies * (_READ + 1) + scales), count * (copies + launches)
+        return (_READ + copies + moved if layers.dgrad else _READ), 1
+    return copies * (_READ + 1) + moved, copies + launches
 
 
 def _copies(maker: Maker, copies: int) -> int:
@@ -145,13 +177,17 @@ def _copies(maker: Maker, copies: int) -> int:
     return copies + {"kernel": -_READ, "shared kernel": 0, "memory": _READ, "loss": _LOSS - copies}[maker]
 
 
-def _scales(layers: Layers, maker: Maker, copies: int) -> tuple[int, int]:
+def _scales(layers: Layers, scales: Scales, maker: Maker, copies: int) -> tuple[int, int]:
     """Bytes an element, and kernels, that finding scales takes: of a tensor's amax a second stage of few numbers, of
     rows' one kernel for each copy."""
-    if layers.scales == "known":
+    if scales == "known":
         return (_RECORDED if layers.gemms > 1 else 0), 0
-    amaxes = min(_AMAX[layers.scales], copies)
+    amaxes = min(_AMAX[scales], copies)
     return amaxes * (_READ if maker == "memory" else _COMPUTED_AGAIN), 2 if amaxes else 0
+
+
+def _added(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    return one[0] + other[0], one[1] + other[1]
 
 
 class Makers:

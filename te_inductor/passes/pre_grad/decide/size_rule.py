@@ -40,7 +40,7 @@ ranks a step took 0.81 times as long as in bf16, on four 0.73 (`delayed`, 8192 t
 
 All this holds for targets with `rates`. A policy entry that names a site overrides it."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ from te_inductor.passes.pre_grad.sites.products import hint
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.presentation.report import GraphWeight, WeighedLayers, Weighing
 from te_inductor.recipes import DelayedScaling, Slots
+from te_inductor.recipes.backward_precision import Operands
 
 MARGIN = 1.25
 SHARE = 0.2
@@ -71,17 +72,9 @@ _OVERRIDE = "(a policy entry overrides this)"
 def weigh(plan: Plan) -> None:
     """Refuse the sites of a graph that are better left alone, and note what was weighed."""
     weighed: list[tuple[list[Candidate], Weighing]] = []
-    makers = Makers(
-        {product.node for product in plan.products.all}, {site.match.node for site in plan.candidates if site.low}
-    )
     known: targets.Rates | None = None
-    sent = _rows_sent(plan)
-    for sites in _of_one_input(site for site in plan.candidates if site.low and not site.emulated):
-        rates = targets.rates_of(value(sites[0].match.weight).device)
-        if rates is None:
-            continue
+    for sites, rates, refusal, weight in judge(plan):
         known = rates
-        refusal, weight = _judged(sites, makers, rates, plan.options.weights, sent)
         if weight is not None:
             weighed.append((sites, weight))
         for site in sites:
@@ -104,6 +97,18 @@ def weigh(plan: Plan) -> None:
             *(device, host, known.source),
         )
     )
+
+
+def judge(plan: Plan) -> Iterator[tuple[list[Candidate], targets.Rates, Refusal | None, Weighing | None]]:
+    """Yields sites of one input, the rates of their device, why they stay in high precision for their own sake, and what
+    they weigh, if that is known; none on a device without rates."""
+    low = [site for site in plan.candidates if site.low]
+    makers = Makers({product.node for product in plan.products.all}, {site.match.node for site in low})
+    sent = _rows_sent(plan)
+    for sites in _of_one_input(site for site in low if not site.emulated):
+        rates = targets.rates_of(value(sites[0].match.weight).device)
+        if rates is not None:
+            yield sites, rates, *_judged(sites, makers, rates, plan.options.weights, sent)
 
 
 def _launches(weighed: Sequence[tuple[list[Candidate], Weighing]]) -> int:
@@ -198,7 +203,13 @@ def _layers(rows: int, sites: Sequence[Candidate], makers: Makers, weights: str)
         "gathered" if _is_gathered(match) else kept,
         len(high),
         (written[0], written[1]),
+        *map(_of_another, (slots.dgrad_operands, slots.wgrad_operands)),
     )
+
+
+def _of_another(operands: Operands | None) -> Scales | None:
+    """The scales of another recipe's casts of a backward, which no forward shares."""
+    return None if operands is None or operands.slots is None else _scales_of(operands.slots)
 
 
 def _gradient(site: Candidate, makers: Makers) -> Maker:
@@ -217,7 +228,11 @@ def _weigh_experts(
 ) -> Weighing:
     match, n = sites[0].match, sum(site.match.sizes[1] for site in sites)
     gemms = sum(not getattr(sites[0].slots, gemm).is_high for gemm, _ in match.gemms())
-    return of_experts(rows, n, match.sizes[2], match.experts, gemms, _scales(sites[0]), rates)
+    slots: Slots = sites[0].slots  # type: ignore[assignment]
+    others = map(_of_another, (slots.dgrad_operands, slots.wgrad_operands))
+    each: list[Scales] = [_scales(sites[0]), *(one for one in others if one is not None)]
+    dearest = max(each, key=lambda one: EXPERTS_MOVED[one])
+    return of_experts(rows, n, match.sizes[2], match.experts, gemms, dearest, rates)
 
 
 @dataclass(frozen=True)
@@ -245,19 +260,21 @@ def _is_gathered(match: Match) -> bool:
 
 def _scales(site: Candidate) -> Scales:
     assert site.slots is not None
-    scope = site.slots.input.granularity
-    if isinstance(site.recipe, DelayedScaling):
-        return "known"
+    return "known" if isinstance(site.recipe, DelayedScaling) else _scales_of(site.slots)
+
+
+def _scales_of(slots: Slots) -> Scales:
+    scope = slots.input.granularity
     return "tensor" if scope.whole else "blocks" if scope.blocked else "rows"
 
 
 def of_layers(layers: Layers, rates: targets.Rates) -> Weighing:
     """What FP8 saves and costs layers of one input."""
     casts = casts_of(layers)
-    fp8 = rates.block_flops if layers.scales == "blocks" else rates.fp8_flops
-    saved = layers.flops * (1 / rates.bf16_flops - 1 / fp8)
+    low = [rates.block_flops if scales == "blocks" else rates.fp8_flops for scales in layers.each]
+    saved = sum(layers.flops * (1 / rates.bf16_flops - 1 / fp8) for fp8 in low)
     cost = casts.bytes / rates.bytes + casts.launches * rates.launch
-    bf16 = layers.flops * (layers.gemms + layers.high) / layers.gemms / rates.bf16_flops
+    bf16 = layers.flops * (layers.gemms + layers.high) / rates.bf16_flops
     return Weighing(bf16, saved, cost, casts.launches)
 
 
