@@ -68,6 +68,13 @@ class Cached(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask[: q.shape[2], : q.shape[2]])
 
 
+def output_is_written(q, k, v):
+    y = F.softmax((q @ k.mT).masked_fill(~triangle(), -math.inf), -1) @ v
+    y.transpose(1, 2)[:, 1:].mul_(0.5)
+    y += v
+    return y
+
+
 def mask_kept_for_other_lengths(q, k, v):
     module = Cached()
     first = [module(q[:, :, :length], k[:, :, :length], v[:, :, :length]) for length in (7, 5)]
@@ -265,6 +272,7 @@ def multi_head(**more):
 PROGRAMS = {
     "mask written behind its use": mask_written_behind_its_use,
     "positions written between layers": positions_written_between_layers,
+    "output is written": output_is_written,
     "mask kept for other lengths": mask_kept_for_other_lengths,
     "mask without gradients": mask_without_gradients,
     "values alone learn": values_alone_learn,
@@ -354,6 +362,7 @@ def results(run, tensors):
 
 
 @pytest.mark.quick(
+    "output is written",
     "values alone learn",
     "keys are turned without gradients",
     "keys are repeated without gradients",

@@ -31,6 +31,7 @@ def rewrite_attention(plan: Plan) -> None:
     masks = _Masks(Bodies(plan.gm), Symbols(plan.gm.graph))
     for site in plan.attention:  # while what reads each output is what the program wrote
         site.keeps_strides = site.is_changed and _strides_are_read(site.call.node)
+        site.is_written = site.is_changed and plan.writes.anywhere(site.call.node)
     for site in reversed(plan.attention):  # whose operands may be what one in front of it computes
         if site.is_changed and site.ends_early:
             site.call.k, site.call.v = (_first_keys(one, site) for one in (site.call.k, site.call.v))
@@ -308,6 +309,8 @@ def _take(site: Attention, out: fx.Node) -> None:
             order = sorted(range(expected.dim()), key=expected.stride, reverse=True)
             out = method(method(out, "permute", order), "contiguous")
             out = method(out, "permute", sorted(range(len(order)), key=order.__getitem__))
+        if site.is_written:  # unlike a product's, the backward of attention reads its output
+            out = method(out, "clone")
     _hold(out, site, expected)
     site.call.node.replace_all_uses_with(out)
     site.call.node.graph.erase_node(site.call.node)

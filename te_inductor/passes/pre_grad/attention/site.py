@@ -56,6 +56,7 @@ class Attention:
     # Whether k and v go on behind the last key that is attended to, as many as there are queries.
     ends_early: bool = False
     keeps_strides: bool = False  # whether something counts on the strides that its output was traced with
+    is_written: bool = False  # whether the graph writes its output in place
     kernel: str = "as_written"  # "as_written", "plain", "causal", "flex", "either", or "kept": see `KERNELS`
     views: list[fx.Node] = field(default_factory=list)  # of its operands, put into the graph to be read
     refusal: Refusal | None = None  # why the mask stays a tensor
