@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from te_inductor.api.options import CompileOptions as CompileOptions
     from te_inductor.api.options import list_options as list_options
     from te_inductor.api.quantization import quantize_ as quantize_
+    from te_inductor.api.rollouts import refresh_rollout as refresh_rollout
+    from te_inductor.api.rollouts import rollout as rollout
     from te_inductor.api.saved_state import load_state_dict as load_state_dict
     from te_inductor.api.saved_state import state_dict as state_dict
     from te_inductor.api.streaming import quantization_config as quantization_config
@@ -60,6 +62,8 @@ _HOME = {  # of each name, the module that has it, or is it
     "distributed": "te_inductor.distributed",
     "quantization_config": "te_inductor.api.streaming",
     "recipes": "te_inductor.recipes",
+    "refresh_rollout": "te_inductor.api.rollouts",
+    "rollout": "te_inductor.api.rollouts",
     "state_dict": "te_inductor.api.saved_state",
     "stream_quantized": "te_inductor.api.streaming",
     "te": "te_inductor.backend",

@@ -25,6 +25,7 @@ from te_inductor.diagnostics import CUT_BY_DDP, announce, log, say, uncompiled
 from te_inductor.distributed import amax_groups
 from te_inductor.errors import TEInductorError
 from te_inductor.kernels import cutlass_tables
+from te_inductor.ops.stored_weight import StoredWeight
 from te_inductor.passes import pre_grad
 from te_inductor.passes.graph.module_path import path_of
 from te_inductor.passes.graph.values import value
@@ -40,6 +41,7 @@ from te_inductor.runtime.exporting import note_export
 from te_inductor.runtime.extra_inputs import bind
 from te_inductor.runtime.omitted_logits import leave_out
 from te_inductor.runtime.weights import cached_weights
+from te_inductor.runtime.weights.followed_weights import following
 from te_inductor.templates.cutlass import build
 
 # Sums over the experts of a row, which gather rows: as a reduction, Inductor (2.11, 2.13) gives neighbouring threads
@@ -90,7 +92,7 @@ def te(
             compiled = _compile_or_restore(plan, inductor, originals)
     compare_compiles(plan)
     compiled_graphs.note(plan.outcome.report, plan.outcome.weights)
-    return compiled
+    return following(compiled, [place for place, given in enumerate(example_inputs) if isinstance(given, StoredWeight)])
 
 
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:

@@ -224,13 +224,32 @@ def _owners(model: nn.Module) -> dict[Tensor, list[nn.Module]]:
     return owners
 
 
-def _refusal(held: MultipliedWeight, owners: Mapping[Tensor, Sequence[nn.Module]]) -> Refusal | None:
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of what compiles it, or copies it to ranks."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := model._modules.get("_orig_mod"), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def of_form(held: MultipliedWeight, owners: Mapping[Tensor, Sequence[nn.Module]]) -> Refusal | None:
+    """Why a weight cannot be stored, whatever values it has."""
     refusal = of_structure(held, owners)
     if refusal:
         return refusal
     weight = held.weight
     if weight.layout != torch.strided or torch.utils._python_dispatch.is_traceable_wrapper_subclass(weight):
         return Refusal("it is a %s, not a plain strided tensor", type(weight).__name__)
+    return None
+
+
+def _refusal(held: MultipliedWeight, owners: Mapping[Tensor, Sequence[nn.Module]]) -> Refusal | None:
+    refusal, weight = of_form(held, owners), held.weight
+    if refusal:
+        return refusal
     if not weight.is_meta and not bool(weight.isfinite().all()):
         return Refusal("it has values that are not finite")
     return None

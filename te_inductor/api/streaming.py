@@ -11,7 +11,14 @@ from torch.distributed.tensor import DTensor
 
 from te_inductor import config, recipes
 from te_inductor.api.options import Policy as OptionPolicy
-from te_inductor.api.quantization import MultipliedWeight, adapters_of, chosen_weights, multiplied_as_one, of_structure
+from te_inductor.api.quantization import (
+    MultipliedWeight,
+    adapters_of,
+    chosen_weights,
+    multiplied_as_one,
+    of_structure,
+    unwrapped,
+)
 from te_inductor.api.written_checkpoints import CheckpointWriter, StoredTensor, writer_of
 from te_inductor.errors import OptionError, StoredWeightError, wrong_type
 from te_inductor.ops import stored_experts
@@ -108,15 +115,10 @@ def _plan(model: nn.Module, recipe: "str | Recipe", policy: OptionPolicy | None,
 
 def _innermost(model: nn.Module) -> nn.Module:
     """The model inside of what compiles it, copies it to ranks, or has adapters."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := model._modules.get("_orig_mod"), nn.Module):
-            model = inner
-        elif callable(base := getattr(model, "get_base_model", None)):
-            model = base()
-        else:
-            return model
+    model = unwrapped(model)
+    while callable(base := getattr(model, "get_base_model", None)):
+        model = unwrapped(base())
+    return model
 
 
 def _check(model: nn.Module) -> None:

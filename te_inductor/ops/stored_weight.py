@@ -36,6 +36,7 @@ from te_inductor.recipes import (
 )
 from te_inductor.recipes.formats import LONGEST
 from te_inductor.runtime.hooks import check_before_each
+from te_inductor.runtime.weights.followed_weights import follow
 
 aten = torch.ops.aten
 
@@ -166,6 +167,8 @@ class StoredWeight(Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not torch.compiler.is_compiling():
+            follow(args)
         if function is torch.nn.functional.linear:
             return _linear(*args, **kwargs)
         asked = function in (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]

@@ -1,0 +1,237 @@
+"""`rollout`: a view of a model that trains, for generation, whose stored weights follow the parameters."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from te_inductor import config, recipes
+from te_inductor.api.options import Policy as OptionPolicy
+from te_inductor.api.quantization import (
+    MultipliedWeight,
+    chosen_weights,
+    multiplied_as_one,
+    of_form,
+    shared_by,
+    unwrapped,
+)
+from te_inductor.config import Fallback
+from te_inductor.diagnostics import say
+from te_inductor.errors import OptionError, StoredWeightError, wrong_type
+from te_inductor.ops.stored_weight import StoredWeight, show_stored
+from te_inductor.passes.pre_grad.decide.policy import Policy
+from te_inductor.presentation.paths import HIDDEN, layer_path
+from te_inductor.recipes import Recipe
+from te_inductor.runtime.weights import followed_weights
+from te_inductor.runtime.weights.followed_weights import FollowedWeights
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def rollout(
+    model: ModelT,
+    recipe: str | Recipe = "nvfp4_weight_only",
+    policy: OptionPolicy | None = None,
+    fallback: Fallback = "warn",
+) -> ModelT:
+    """Returns a view of a model that trains, in evaluation mode: a module of the same class that generates with stored
+    weights, as `quantize_` stores them, and shares all other parameters, and buffers, with the model.
+
+    Args:
+        recipe, policy, fallback: as `quantize_` takes them. `model` may be what `torch.compile` returned.
+
+    Whenever the view runs, in eager code or under ``torch.compile(view, backend="te")``, weights whose parameters have
+    changed are stored again, in place: they are the bits that `quantize_` would store then. Changes are seen that count
+    in a tensor's version, as all of torch's operators do, steps of optimizers, and parameters that the model has
+    replaced. Writes to `parameter.data`, and those of other kernels and collectives, are not: call
+    `refresh_rollout(view)` behind them, and before a graph runs that another backend has compiled.
+
+    The view has no copy in high precision of what it stores: besides the model it takes 4.5 or 8 bits a weight. Hooks,
+    configurations and other attributes are copied as they are. Move, cast and load the model, not its view.
+
+    Raises:
+        OptionError: `model` is no module, is sharded, or cannot be copied, or as of `quantize_`.
+        RecipeError: unknown recipe, or one whose weights cannot be stored.
+        StoredWeightError: a parameter has values that are not finite, here or when it is stored again.
+        FallbackError: with ``fallback="error"``.
+    """
+    if not isinstance(model, nn.Module):
+        raise OptionError(wrong_type("rollout's model", model, "an nn.Module"))
+    model = unwrapped(model)  # type: ignore[assignment]
+    _check(model)
+    options = config.parse({"policy": policy or {}, "fallback": fallback})
+    policies, default = Policy(options.policy), recipes.resolve(recipe)
+    view, source_of = _view(model)
+    chosen, said = chosen_weights(view, policies, default, of_form)
+    said += [f"te_inductor: policy entry {name!r} matches no linear layer{HIDDEN}" for name in policies.unused]
+    if said:
+        say("\n".join(said), options.fallback)
+    _store(chosen, source_of)
+    _share(source_of)
+    return view
+
+
+def refresh_rollout(view: nn.Module) -> None:
+    """Stores all weights of a view again, whether or not a change of their parameters was seen.
+
+    Raises:
+        OptionError: `view` is none that `rollout` returned.
+        StoredWeightError: a parameter has values that are not finite.
+    """
+    found = followed_weights.of(view.parameters()) if isinstance(view, nn.Module) else []
+    if not found:
+        raise OptionError(
+            f"refresh_rollout of {type(view).__name__}, no weight of which follows a model, expected what"
+            " te_inductor.rollout returned, with some stored weight"
+        )
+    for one in found:
+        one.look(again=True)
+
+
+def _check(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        path = layer_path(name) or type(module).__name__
+        sharded = [key for key, one in module._parameters.items() if isinstance(one, DTensor) or hasattr(one, "ds_id")]
+        if type(module).__name__ == "FullyShardedDataParallel" or sharded:
+            what = f"{path}.{sharded[0]}" if sharded else path
+            raise OptionError(
+                f"{what} is sharded over ranks, expected whole parameters, as a view generates on one rank; gather them in"
+                " the engine that generates: te_inductor.stream_quantized(model, recipe) sends what quantize_ would store,"
+                " one layer at a time"
+            )
+        if any(isinstance(one, StoredWeight) for one in module._parameters.values()):
+            raise OptionError(
+                f"{path} has a stored weight, which no step changes, expected parameters in high precision that the view"
+                " stores; generate with the model itself"
+            )
+
+
+def _view(model: ModelT) -> tuple[ModelT, dict[nn.Module, nn.Module]]:
+    """A copy of the modules alone, whose tensors are the model's, and the module behind each of the copies."""
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in _tensors(model)}
+    try:
+        for module in model.modules():
+            compiled = module._modules.get("_orig_mod")
+            if compiled is not None:  # a block that is compiled by itself
+                memo[id(module)] = copy.deepcopy(compiled, memo)
+        view = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise OptionError(
+            f"rollout cannot copy the modules of the {type(model).__name__} ({type(error).__name__}: {error}), expected a"
+            " model whose attributes copy.deepcopy takes"
+        ) from error
+    view.eval()
+    view._apply = _Refusal("moved or cast")  # type: ignore[assignment]
+    view.load_state_dict = _Refusal("loaded")  # type: ignore[assignment]
+    return view, {memo[id(module)]: module for module in model.modules() if "_orig_mod" not in module._modules}
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+    for module in model.modules():
+        plain = {key: value for key, value in vars(module).items() if not key.startswith("_") and key != "training"}
+        yield from (leaf for leaf in torch.utils._pytree.tree_leaves(plain) if isinstance(leaf, Tensor))
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """What a view does not do, as its tensors are the model's."""
+
+    what: str
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise OptionError(
+            f"a view of te_inductor.rollout is to be {self.what}, expected its model to be, whose tensors it shares; the"
+            " view follows, or is made anew of a model that has moved"
+        )
+
+
+def _share(source_of: dict[nn.Module, nn.Module]) -> None:
+    """Has modules without stored weights hold whatever the model's hold, also where it is replaced."""
+    for module, source in source_of.items():
+        module._buffers = source._buffers
+        if not any(isinstance(one, StoredWeight) for one in module._parameters.values()):
+            module._parameters = source._parameters
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A weight of the view, and of the model."""
+
+    view: MultipliedWeight
+    source: MultipliedWeight
+    recipe: Recipe
+
+    @property
+    def places(self) -> list[tuple[nn.Module, str]]:
+        """The modules and names under which the model holds it and what is beside it."""
+        held = self.source.module._parameters
+        return [(self.source.module, name) for name, one in held.items() if one is not None]
+
+    def share_others(self, asked: bool) -> None:
+        """Has the view hold what the model holds beside the weight, as a bias, which may have been replaced. Who runs
+        a compiled graph has read the view before, and has to be told."""
+        beside, found = self.view.module._parameters, self.source.module._parameters
+        plain = [name for name, one in beside.items() if not isinstance(one, StoredWeight)]
+        replaced = [name for name in plain if beside[name] is not found[name] and name != self.source.parameter]
+        beside.update({name: found[name] for name in replaced})
+        if replaced and not asked:
+            raise StoredWeightError(
+                f"{replaced[0]} beside {self.source.names[0]} is another tensor than before, expected the same one with"
+                " other values; call te_inductor.refresh_rollout(view) behind what puts other parameters into the model, as"
+                " load_state_dict(assign=True)"
+            )
+
+    def write(self, made: nn.Parameter) -> None:
+        """Puts what was stored into the view: where it is, from the second time on."""
+        held = self.view.weight
+        if not isinstance(held, StoredWeight):
+            setattr(self.view.module, self.view.parameter, made)
+            return
+        if (held.shape, held.dtype, held.device) != (made.shape, made.dtype, made.device):
+            raise StoredWeightError(
+                f"{self.source.names[0]} is {list(made.shape)} {made.dtype} on {made.device}, expected {list(held.shape)}"
+                f" {held.dtype} on {held.device}, as when its view was made; call te_inductor.rollout(model) again"
+            )
+        held.copy_(made)
+
+
+def _store(chosen: Sequence[tuple[MultipliedWeight, Recipe]], source_of: dict[nn.Module, nn.Module]) -> None:
+    done: dict[Tensor, Tensor] = {}
+    for together in multiplied_as_one(chosen):
+        group = [_Stored(held, replace(held, module=source_of[held.module]), recipe) for held, recipe in together]
+        new = list({one.source.weight: one for one in group if one.source.weight not in done}.values())
+        if new:
+            follows = FollowedWeights([place for one in group for place in one.places], _Storing(group, new))
+            follows.look()
+            done |= {one.source.weight: one.view.weight for one in new}
+            followed_weights.add([one.view.weight for one in new], follows)
+        for one in group:
+            setattr(one.view.module, one.view.parameter, done[one.source.weight])
+            show_stored(one.view.module)
+
+
+@dataclass(frozen=True, eq=False)
+class _Storing:
+    """Stores weights that are one matrix to engines, or one weight."""
+
+    group: Sequence[_Stored]
+    new: Sequence[_Stored]  # those that no other group stores
+
+    @torch.no_grad()
+    def __call__(self, asked: bool) -> None:
+        for one in self.group:
+            one.share_others(asked)
+            if not bool(one.source.weight.isfinite().all()):
+                raise StoredWeightError(
+                    f"{one.source.names[0]} has values that are not finite, expected finite ones, as a rollout stores the"
+                    " weight; look for the step that made them"
+                )
+        shared = shared_by([(one.source, one.recipe) for one in self.group])
+        for one in self.new:
+            one.write(one.source.stored(one.recipe, *shared))

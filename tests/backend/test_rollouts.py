@@ -1,0 +1,204 @@
+"""`rollout`: what generates has the bits that `quantize_` would store of the parameters as they are."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from te_inductor import quantize_, quantized_state_dict, refresh_rollout, rollout
+from te_inductor.errors import OptionError, StoredWeightError
+from te_inductor.ops.stored_weight import NVFP4Weight, StoredWeight, store
+from tests.checkpoints import ExpertsModel
+from tests.support.streamed import Decoder, bits
+
+pytestmark = [
+    pytest.mark.usefixtures("without_tracing"),
+    pytest.mark.filterwarnings("ignore:te_inductor. lm_head keeps its weight"),
+]
+IDS = torch.arange(8)
+
+
+def stored_bits(view: nn.Module):
+    return bits((name, one.detach()) for name, one in quantized_state_dict(view).items())
+
+
+def fresh_bits(model: nn.Module, recipe: object):
+    return stored_bits(quantize_(copy.deepcopy(model), recipe))
+
+
+def through(model: nn.Module):
+    return torch.compile(model, backend="te", fullgraph=True, options={"recipe": "none"})
+
+
+def step(optimizer: torch.optim.Optimizer, run) -> None:
+    with torch.enable_grad():
+        run(IDS).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "current", "block", "nvfp4_weight_only"])
+def test_generation_follows_training(recipe):
+    model = Decoder()
+    train = torch.compile(model, backend="te", options={"recipe": "nvfp4_weight_only", "fallback": "silent"})
+    view = rollout(train, recipe)
+    generate, optimizer = through(view), torch.optim.AdamW(model.parameters(), lr=0.01)
+    assert type(view) is Decoder and not view.training and model.training
+    seen = []
+    for _ in range(3):
+        with torch.no_grad():
+            found, eager = generate(IDS), view(IDS)
+            expected = quantize_(copy.deepcopy(model), recipe)(IDS)
+        assert torch.equal(found, expected) and torch.equal(eager, expected)
+        assert stored_bits(view) == fresh_bits(model, recipe)
+        seen.append(found)
+        step(optimizer, train)
+    assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
+    assert all(type(one) is nn.Parameter and one.requires_grad for one in model.parameters())
+
+
+def test_memory_is_that_of_what_is_stored():
+    model = Decoder()
+    addresses = {one.data_ptr() for one in (*model.parameters(), *model.buffers())}
+    view = rollout(model)
+    stored = {one for one in view.parameters() if isinstance(one, StoredWeight)}
+    others = [one for one in (*view.parameters(), *view.buffers()) if one not in stored]
+    assert {one.data_ptr() for one in others} <= addresses
+    replaced = sum(one.numel() for one in stored)
+    assert 0 < sum(one.stored_bytes for one in stored) <= replaced * 4.5 / 8 + 4 * len(stored)
+
+
+def _scaled(model: nn.Module, how: str) -> None:
+    weight = model.blocks[0].attention.o_proj.weight
+    if how == "operator":
+        with torch.no_grad():
+            weight.mul_(2)
+    elif how == "load":
+        model.load_state_dict({name: 2 * one for name, one in model.state_dict().items()})
+    elif how == "assign":
+        state = {name: 2 * one for name, one in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        model.lm_head.weight = model.embed.weight
+    elif how == "another":
+        model.blocks[0].attention.o_proj.weight = nn.Parameter(2 * weight.detach())
+    elif how == "data":
+        weight.data = 2 * weight.data
+    elif how == "inference":
+        with torch.inference_mode():
+            weight.mul_(2)
+    elif how in ("fused", "foreach", "single"):
+        flags = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"foreach": False}}[how]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **flags)
+        step(optimizer, model)
+    else:
+        weight.data.mul_(2)
+
+
+SEEN = ["operator", "load", "assign", "another", "data", "inference", "fused", "foreach", "single"]
+
+
+@pytest.mark.parametrize("how", SEEN)
+def test_changes_that_are_seen(how):
+    model = Decoder()
+    view = rollout(model, "rowwise")
+    generate = through(view)
+    with torch.no_grad():
+        before = generate(IDS)
+        _scaled(model, how)
+        if how == "assign":
+            with pytest.raises(StoredWeightError, match=r"bias beside .* is another tensor than before"):
+                generate(IDS)
+            refresh_rollout(view)
+        after = generate(IDS)
+        assert torch.equal(after, quantize_(copy.deepcopy(model), "rowwise")(IDS))
+    assert not torch.equal(before, after)
+
+
+def test_a_write_that_is_not_seen_wants_a_refresh():
+    model = Decoder()
+    view = rollout(model, "rowwise")
+    with torch.no_grad():
+        before = view(IDS)
+        _scaled(model, "data.mul_")
+        assert torch.equal(view(IDS), before)
+        refresh_rollout(view)
+        assert torch.equal(view(IDS), quantize_(copy.deepcopy(model), "rowwise")(IDS))
+
+
+def test_nothing_is_stored_again_where_nothing_has_changed(monkeypatch):
+    model = Decoder()
+    view, stored = rollout(model), []
+    plain = NVFP4Weight.store.__func__
+    counted = classmethod(lambda cls, weight, *rest: stored.append(weight) or plain(cls, weight, *rest))
+    monkeypatch.setattr(NVFP4Weight, "store", counted)
+    with torch.no_grad():
+        generate = through(view)
+        for _ in range(3):
+            view(IDS), generate(IDS)
+        assert not stored
+        model.blocks[1].attention.k_proj.weight.mul_(2)
+        generate(IDS), view(IDS)
+    assert len(stored) == 3  # q, k and v have one scale
+
+
+def test_graphs_of_a_stored_model_serve_a_view_too():
+    """One class has one graph: the view's wrapper must be there though the stored model compiled it first."""
+    model = Decoder()
+    plain, view = quantize_(copy.deepcopy(model)), rollout(model)
+    with torch.no_grad():
+        assert torch.equal(through(plain)(IDS), through(view)(IDS))
+        model.blocks[0].gate_up_proj.weight.mul_(3)
+        found = through(view)(IDS)
+    assert torch.equal(found, quantize_(copy.deepcopy(model))(IDS))
+
+
+def test_experts_follow():
+    model = ExpertsModel()
+    view = rollout(model, "nvfp4_weight_only")
+    with torch.no_grad():
+        for one in model.parameters():
+            one.mul_(0.5)
+    assert stored_bits(view) == fresh_bits(model, "nvfp4_weight_only")
+
+
+def test_a_policy_tied_layers_and_blocks_compiled_alone():
+    model = Decoder()
+    model.blocks[1].attention.o_proj.weight = model.blocks[0].attention.o_proj.weight
+    model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+    view = rollout(model, "block", {"blocks.1.gate_up_proj": "none"})
+    attention = [block.attention for block in view.blocks]
+    assert attention[0].o_proj.weight is attention[1].o_proj.weight
+    assert view.blocks[1].gate_up_proj.weight is model.blocks[1].gate_up_proj.weight
+    assert type(view.blocks[0]) is type(view.blocks[1])
+    with torch.no_grad():
+        model.blocks[1].attention.o_proj.weight.mul_(2)
+        expected = store(model.blocks[1].attention.o_proj.weight, attention[0].o_proj.weight.recipe)
+        assert torch.equal(attention[0].o_proj.weight.dequantize(), expected.dequantize())
+
+
+def test_errors():
+    model = Decoder()
+    view = rollout(model)
+    with pytest.raises(OptionError, match=r"rollout's model is an int .*, expected an nn.Module"):
+        rollout(3)
+    with pytest.raises(OptionError, match=r"no weight of which follows a model, expected what te_inductor\.rollout"):
+        refresh_rollout(model)
+    with pytest.raises(OptionError, match=r"is to be moved or cast, expected its model"):
+        view.to(torch.bfloat16)
+    with pytest.raises(OptionError, match=r"is to be loaded, expected its model"):
+        view.load_state_dict({})
+    with pytest.raises(OptionError, match="has a stored weight, which no step changes"):
+        rollout(quantize_(Decoder()))
+    with torch.no_grad():
+        model.blocks[0].gate_up_proj.weight[0, 0] = torch.nan
+    for _ in range(2):
+        with pytest.raises(StoredWeightError, match=r"gate_up_proj.* values that are not finite"):
+            view(IDS)
+    model.blocks[0].gate_up_proj.weight = nn.Parameter(torch.ones(256, 128, dtype=torch.bfloat16))
+    with pytest.raises(StoredWeightError, match=r"bfloat16 on cpu, expected .*float32 on cpu"):
+        view(IDS)
+    holder = Decoder()
+    holder.generator = (one for one in ())
+    with pytest.raises(OptionError, match="cannot copy the modules of the Decoder"):
+        rollout(holder)
