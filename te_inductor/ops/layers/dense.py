@@ -12,6 +12,8 @@ from torch import Tensor
 from te_inductor.ops.casts import Copy, ScalePair, copies, current_scale, transpose
 from te_inductor.ops.gemm import product
 from te_inductor.ops.layers.layer import (
+    Given,
+    GradientCopies,
     LinearLayers,
     Needed,
     Opened,
@@ -31,7 +33,7 @@ class DenseLayers(LinearLayers):
     the columnwise copies of x and w, one byte an element each; of a compiled graph recompute.py says which of them the
     backward casts anew instead."""
 
-    def cast_input(self, x: Tensor, groups: Sequence[Any], needed: Needed) -> tuple[Copy, Saved, Sequence[Any]]:
+    def cast_input(self, x: Tensor, given: Given, needed: Needed) -> tuple[Copy, Saved, Sequence[Any]]:
         row, column, shape = self._copies([x], "input", self.input, True, needed.weights)
         return row, Copy.saved(column), shape  # type: ignore[return-value]
 
@@ -51,28 +53,18 @@ class DenseLayers(LinearLayers):
         saved = [part for _, column in pairs for part in Copy.saved(column if columnwise else None)]
         return [row for row, _ in pairs], saved
 
-    def multiply(
-        self,
-        a: Copy | None,
-        b: Copy,
-        bias: Tensor | None,
-        gemm: Gemm,
-        groups: Sequence[Any],
-        weight_dtype: torch.dtype,
-    ) -> Tensor:
+    def multiply(self, a: Copy | None, b: Copy, bias: Tensor | None, gemm: Gemm, given: Given) -> Tensor:
         return product(a, b, bias, gemm, self.out_dtype)
 
-    def open(self, dys: Sequence[Tensor], of_x: Saved, groups: Sequence[Any], weight_dtype: torch.dtype) -> Opened:
-        return _Dense(list(map(flat, dys)), None, dys)
+    def open(self, dys: Sequence[Tensor], of_x: Saved, given: Given) -> Opened:
+        return _Dense(given, list(map(flat, dys)), None, dys)
 
-    def cast_gradients(
-        self, opened: "_Dense", gemms: int, needed: Needed
-    ) -> tuple[Sequence[Copy | None], Sequence[Copy], Sequence[Any]]:
+    def cast_gradients(self, opened: "_Dense", gemms: int, needed: Needed) -> GradientCopies:
         """Casts dy with one scale, however many GEMMs there are. A layer whose sums are scattered is one GEMM."""
         quantizer = self.slots.grad_output
         if gemms == 1:
             row, column, shape = self._copies(opened.whole, "grad_output", self.output, needed.x, needed.weights)
-            return [row], present(column), shape
+            return GradientCopies([row], present(column), shape)
         known = self.pair("grad_output", opened.dys, self.output)
         if known is None and quantizer.granularity.whole:
             known = ScalePair(*current_scale(opened.dys, quantizer))
@@ -80,18 +72,19 @@ class DenseLayers(LinearLayers):
         if needed.x:
             rows = [copies([dy], 1, quantizer, known, columnwise=False)[0] for dy in opened.dys]
         column = copies(opened.dys, 1, quantizer, known, rowwise=False, columnwise=True)[1] if needed.weights else None
-        return rows, present(column), opened.whole[0].shape[:-1]
+        return GradientCopies(rows, present(column), opened.whole[0].shape[:-1])
 
-    def weight_columns(self, of_weights: Saved, width: int) -> list[Callable[[], Copy]]:
+    def weight_columns(self, of_weights: Saved, given: Given) -> list[Callable[[], Copy]]:
         return [partial(Copy, *of_weights[place : place + 3]) for place in range(0, len(of_weights), 3)]
 
-    def input_column(self, opened: Opened, of_x: Saved, groups: Sequence[Any], width: int) -> Copy:
+    def input_column(self, opened: Opened, of_x: Saved) -> Copy:
         return Copy(*of_x)
 
-    def multiply_wgrad(self, opened: Opened, dtype: torch.dtype, a: Copy, b: Copy, gemm: Gemm) -> Tensor:
+    def multiply_wgrad(self, opened: Opened, a: Copy, b: Copy, gemm: Gemm) -> Tensor:
+        dtype = opened.given.weight_dtype
         return product(a, b, None, gemm, made_dtype(self.out_dtype, dtype)).to(dtype)
 
-    def bias_gradients(self, opened: Opened, dtype: torch.dtype, sizes: Sequence[int]) -> Sequence[Tensor]:
+    def bias_gradients(self, opened: Opened, dtype: torch.dtype) -> Sequence[Tensor]:
         sums = (dy.sum(0, dtype=torch.float32) for dy in opened.dys)
         return [overflowing_sum(total, self.out_dtype).to(dtype) for total in sums]
 

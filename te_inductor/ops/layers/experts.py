@@ -15,7 +15,17 @@ from te_inductor.kernels.select import select
 from te_inductor.ops import grouped as ops
 from te_inductor.ops.casts import Copy, copies, current_scale, quantize_delayed, tensor_amax
 from te_inductor.ops.gemm import operands_of
-from te_inductor.ops.layers.layer import LinearLayers, Needed, Opened, Saved, made_dtype, overflowing_sum, present
+from te_inductor.ops.layers.layer import (
+    Given,
+    GradientCopies,
+    LinearLayers,
+    Needed,
+    Opened,
+    Saved,
+    made_dtype,
+    overflowing_sum,
+    present,
+)
 from te_inductor.ops.layers.parts import BoundOperand
 from te_inductor.ops.permutations import cat_bytes, place_rows, take_bytes
 from te_inductor.ops.written_out import leaves
@@ -34,8 +44,8 @@ class ExpertLayers(LinearLayers):
 
     groups: ClassVar[int] = 3
 
-    def cast_input(self, x: Tensor, groups: Sequence[Any], needed: Needed) -> tuple[Copy, Saved, Sequence[Any]]:
-        (ends, rows, places), quantizer = groups, self.slots.input
+    def cast_input(self, x: Tensor, given: Given, needed: Needed) -> tuple[Copy, Saved, Sequence[Any]]:
+        (ends, rows, places), quantizer = given.groups, self.slots.input
         row, _ = copies([x], 0, quantizer, self.pair("input", [x], self.input), columnwise=False)
         assert row is not None
         row = _sent(row, self.input, ends)
@@ -63,32 +73,22 @@ class ExpertLayers(LinearLayers):
         scales = self._weight_scales(weights)
         return [self._weight_copy(weights, scales, transposed=False)], (*scales, None, None, *weights)
 
-    def multiply(
-        self,
-        a: Copy | None,
-        b: Copy,
-        bias: Tensor | None,
-        gemm: Gemm,
-        groups: Sequence[Any],
-        weight_dtype: torch.dtype,
-    ) -> Tensor:
-        ends = groups[0]
+    def multiply(self, a: Copy | None, b: Copy, bias: Tensor | None, gemm: Gemm, given: Given) -> Tensor:
+        ends = given.groups[0]
         *operands, alpha = operands_of(a, b, gemm)
-        if self._native(gemm, ends, weight_dtype):
+        if self._native(gemm, ends, given):
             return library.grouped_mm(*operands, ends, bias, gemm, alpha)  # type: ignore[call-arg, arg-type]
         return ops.grouped_mm(*operands, ends, bias, gemm, self.out_dtype, alpha)  # type: ignore[no-any-return]
 
-    def open(self, dys: Sequence[Tensor], of_x: Saved, groups: Sequence[Any], weight_dtype: torch.dtype) -> Opened:
-        dy, ends, seen = torch.cat(list(dys), 1) if len(dys) > 1 else dys[0], groups[0], of_x[0].shape[0]
+    def open(self, dys: Sequence[Tensor], of_x: Saved, given: Given) -> Opened:
+        dy, ends, seen = torch.cat(list(dys), 1) if len(dys) > 1 else dys[0], given.groups[0], of_x[0].shape[0]
         if self.output.ranks is None:  # else it is, where it has come
             dy = grouped.mask_rows(dy, ends)
             seen = dy.shape[0]
-        native = self._native(self.slots.wgrad, dy, weight_dtype)
-        return _Grouped([dy], *grouped.layout(ends, seen, grouped.GROUP_ALIGNMENT if native else 0), ends)
+        native = self._native(self.slots.wgrad, dy, given)
+        return _Grouped(given, [dy], *grouped.layout(ends, seen, grouped.GROUP_ALIGNMENT if native else 0), ends)
 
-    def cast_gradients(
-        self, opened: "_Grouped", gemms: int, needed: Needed
-    ) -> tuple[Sequence[Copy | None], Sequence[Copy], Sequence[Any]]:
+    def cast_gradients(self, opened: "_Grouped", gemms: int, needed: Needed) -> GradientCopies:
         [dy], quantizer = opened.dys, self.slots.grad_output
         row: Copy | None = None
         if quantizer.granularity.whole:
@@ -101,49 +101,52 @@ class ExpertLayers(LinearLayers):
                 row, _ = copies([dy], 0, quantizer, None, columnwise=False)
             data, scale_inv = dy, None
         column = opened.columns(data, scale_inv, opened.source, quantizer) if needed.weights else None
-        return [row], present(column), ()
+        return GradientCopies([row], present(column))
 
-    def weight_columns(self, of_weights: Saved, width: int) -> list[Callable[[], Copy]]:
+    def weight_columns(self, of_weights: Saved, given: Given) -> list[Callable[[], Copy]]:
         scales, column, weights = of_weights[:3], of_weights[3:5], of_weights[5:]
         if not weights:
             return [partial(Copy, *column)]
         return [partial(self._weight_copy, weights, scales, transposed=True)]
 
-    def gathered_gradient(self, dx: Tensor, groups: Sequence[Any]) -> Tensor:
+    def gathered_gradient(self, dx: Tensor, given: Given) -> Tensor:
         """Adds rows up in fp32, row by row of x, where autograd adds them in the order of atomics."""
-        places = groups[2]
+        places = given.groups[2]
         return dx if places is None else dx[places].sum(1, dtype=torch.float32)
 
-    def input_column(self, opened: "_Grouped", of_x: Saved, groups: Sequence[Any], width: int) -> Copy:
-        (x, scale_inv), rows, source = of_x, groups[1], opened.source
+    def input_column(self, opened: "_Grouped", of_x: Saved) -> Copy:
+        (x, scale_inv), rows, source = of_x, opened.given.groups[1], opened.source
         if rows is not None:
             source = torch.where(source >= 0, rows[source.clamp(min=0)], -1).int()
-        x = x if scale_inv is None else _stored_columns(x, width)
+        x = x if scale_inv is None else _stored_columns(x, opened.given.width)
         return opened.columns(x, scale_inv, source, self.slots.input)
 
-    def multiply_wgrad(self, opened: "_Grouped", dtype: torch.dtype, a: Copy, b: Copy, gemm: Gemm) -> Tensor:
+    def multiply_wgrad(self, opened: "_Grouped", a: Copy, b: Copy, gemm: Gemm) -> Tensor:
         *operands, alpha = operands_of(a, b, gemm)
-        if self._native(gemm, a.data, dtype):
+        if self._native(gemm, a.data, opened.given):
             return library.grouped_wgrad(*operands, opened.starts, opened.tiles, gemm, alpha)  # type: ignore[call-arg, arg-type]
+        dtype = opened.given.weight_dtype
         made = made_dtype(self.out_dtype, dtype)
         return ops.grouped_wgrad(*operands, opened.starts, gemm, made, alpha).to(dtype)  # type: ignore[no-any-return]
 
-    def bias_gradients(self, opened: "_Grouped", dtype: torch.dtype, sizes: Sequence[int]) -> Sequence[Tensor]:
+    def bias_gradients(self, opened: "_Grouped", dtype: torch.dtype) -> Sequence[Tensor]:
         [dy], tiles = opened.dys, opened.tiles
         padded = grouped.gather_padded(dy, opened.source).view(tiles.shape[0], -1, dy.shape[1])
         sums = padded.sum(1, dtype=torch.float32)
         # Not index_add, whose atomics take four times as long as both sums, and add in another order at each run.
         of_expert = torch.arange(opened.ends.shape[0], device=dy.device, dtype=tiles.dtype)[:, None] == tiles
         total = torch.where(of_expert[:, :, None], sums, sums.new_zeros(())).sum(1)  # (E, N)
-        return overflowing_sum(total, self.out_dtype).to(dtype).split(list(sizes), 1)  # type: ignore[no-any-return]
+        return overflowing_sum(total, self.out_dtype).to(dtype).split(opened.given.sizes, 1)  # type: ignore[no-any-return]
 
-    def _native(self, gemm: Gemm, like: Tensor, weight: torch.dtype) -> bool:
+    def _native(self, gemm: Gemm, like: Tensor, given: Given) -> bool:
         """Whether torch's library multiplies microscaled operands."""
         if not gemm.microscaled:
             return False
         program = Program(leaves=leaves(torch.ops.te_inductor.exported_grouped_linears.default))
         sizes = Sizes(None, None, None, experts=0)
-        problem = Problem(targets.of(like.device), sizes, gemm, self.out_dtype, program=program, held=weight)
+        problem = Problem(
+            targets.of(like.device), sizes, gemm, self.out_dtype, program=program, held=given.weight_dtype
+        )
         return select(problem).family is grouped_library.FAMILY
 
     def _weight_scales(self, weights: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

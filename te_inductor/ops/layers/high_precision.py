@@ -14,7 +14,7 @@ from te_inductor.ops.casts import Copy, copies, values
 from te_inductor.ops.experts import fp8_experts_dequantize
 from te_inductor.ops.layers.dense import DenseLayers
 from te_inductor.ops.layers.experts import ExpertLayers
-from te_inductor.ops.layers.layer import Needed, Opened, Saved, flat
+from te_inductor.ops.layers.layer import Given, GradientCopies, Needed, Opened, Saved, flat
 from te_inductor.recipes import Gemm
 from te_inductor.runtime.eager import grouped
 
@@ -29,34 +29,32 @@ class HighDense(DenseLayers):
 
     dequantized: bool = field(kw_only=True)
 
-    def keep_input(self, x: Tensor, copy: Copy, groups: Sequence[Any], needed: Needed) -> Saved:
+    def keep_input(self, x: Tensor, copy: Copy, given: Given, needed: Needed) -> Saved:
         return Copy.saved(copy) if self.dequantized else (flat(self.input.forth(x)).to(self.out_dtype),)
 
     def keep_weights(self, weights: Sequence[Tensor], rows: Sequence[Copy]) -> Saved:
         return [part for row in rows for part in Copy.saved(row)] if self.dequantized else weights
 
-    def cast_gradients(
-        self, opened: Any, gemms: int, needed: Needed
-    ) -> tuple[Sequence[Copy | None], Sequence[Copy], Sequence[Any]]:
+    def cast_gradients(self, opened: Any, gemms: int, needed: Needed) -> GradientCopies:
         whole = [self.output.forth(dy) for dy in opened.whole]
         dys = list(map(flat, whole))
         rows = dys if gemms == len(dys) else [torch.cat(dys, 1)]
-        return list(map(_as_it_is, rows)), [_as_it_is(dy.t()) for dy in dys], whole[0].shape[:-1]
+        return GradientCopies(list(map(_as_it_is, rows)), [_as_it_is(dy.t()) for dy in dys], whole[0].shape[:-1])
 
-    def weight_columns(self, of_weights: Saved, width: int) -> list[Callable[[], Copy]]:
+    def weight_columns(self, of_weights: Saved, given: Given) -> list[Callable[[], Copy]]:
         if not self.dequantized:
             return [partial(self._column, weight) for weight in of_weights]
         rows = (Copy(*of_weights[place : place + 3]) for place in range(0, len(of_weights), 3))
-        return [partial(self._values, row, "weight", width) for row in rows]
+        return [partial(self._values, row, "weight", given) for row in rows]
 
-    def input_column(self, opened: Opened, of_x: Saved, groups: Sequence[Any], width: int) -> Copy:
-        return self._values(Copy(*of_x), "input", width) if self.dequantized else self._column(of_x[0])
+    def input_column(self, opened: Opened, of_x: Saved) -> Copy:
+        return self._values(Copy(*of_x), "input", opened.given) if self.dequantized else self._column(of_x[0])
 
     def _column(self, x: Tensor) -> Copy:
         return _as_it_is(x.to(self.out_dtype).t())
 
-    def _values(self, row: Copy, slot: str, width: int) -> Copy:
-        return _as_it_is(values(row, self.quantizer(slot), width, self.out_dtype).t())
+    def _values(self, row: Copy, slot: str, given: Given) -> Copy:
+        return _as_it_is(values(row, self.quantizer(slot), given.width, self.out_dtype).t())
 
 
 @dataclass(frozen=True)
@@ -66,50 +64,44 @@ class HighExperts(ExpertLayers):
 
     dequantized: bool = field(kw_only=True)
 
-    def keep_input(self, x: Tensor, copy: Copy, groups: Sequence[Any], needed: Needed) -> Saved:
+    def keep_input(self, x: Tensor, copy: Copy, given: Given, needed: Needed) -> Saved:
         if not self.dequantized:
             return (x.to(self.out_dtype),)
         row: Any = copy
-        if groups[1] is not None:  # what fprop has is picked of it
+        if given.groups[1] is not None:  # what fprop has is picked of it
             row, _ = copies([x], 0, self.slots.input, self.pair("input", [x], self.input), columnwise=False)
         return Copy.saved(row)
 
     def keep_weights(self, weights: Sequence[Tensor], rows: Sequence[Copy]) -> Saved:
         return Copy.saved(rows[0]) if self.dequantized else weights
 
-    def cast_gradients(
-        self, opened: Opened, gemms: int, needed: Needed
-    ) -> tuple[Sequence[Copy | None], Sequence[Copy], Sequence[Any]]:
+    def cast_gradients(self, opened: Opened, gemms: int, needed: Needed) -> GradientCopies:
         [dy] = opened.dys
-        return [_as_it_is(dy)], [_as_it_is(dy.t())], ()
+        return GradientCopies([_as_it_is(dy)], [_as_it_is(dy.t())])
 
-    def weight_columns(self, of_weights: Saved, width: int) -> list[Callable[[], Copy]]:
+    def weight_columns(self, of_weights: Saved, given: Given) -> list[Callable[[], Copy]]:
         def column() -> Copy:  # (E, N, K)
             if self.dequantized:
-                return _as_it_is(self._experts_values(Copy(*of_weights), width))
+                return _as_it_is(self._experts_values(Copy(*of_weights), given.width))
             whole = of_weights[0] if len(of_weights) == 1 else torch.cat(list(of_weights), 1)
             return _as_it_is(whole.to(self.out_dtype))
 
         return [column]
 
-    def multiply(
-        self,
-        a: Copy | None,
-        b: Copy,
-        bias: Tensor | None,
-        gemm: Gemm,
-        groups: Sequence[Any],
-        weight_dtype: torch.dtype,
-    ) -> Tensor:
+    def multiply(self, a: Copy | None, b: Copy, bias: Tensor | None, gemm: Gemm, given: Given) -> Tensor:
         assert a is not None  # it was asked for
-        return grouped.mask_rows(torch._grouped_mm(a.data, b.data, offs=groups[0]), groups[0])
+        ends = given.groups[0]
+        return grouped.mask_rows(torch._grouped_mm(a.data, b.data, offs=ends), ends)
 
-    def input_column(self, opened: Any, of_x: Saved, groups: Sequence[Any], width: int) -> Copy:
-        x = values(Copy(*of_x), self.slots.input, width, self.out_dtype) if self.dequantized else of_x[0]
-        return _as_it_is((x if groups[1] is None else x[groups[1]]).t())
+    def input_column(self, opened: Any, of_x: Saved) -> Copy:
+        given, x = opened.given, of_x[0]
+        if self.dequantized:
+            x = values(Copy(*of_x), self.slots.input, given.width, self.out_dtype)
+        rows = given.groups[1]
+        return _as_it_is((x if rows is None else x[rows]).t())
 
-    def multiply_wgrad(self, opened: Any, dtype: torch.dtype, a: Copy, b: Copy, gemm: Gemm) -> Tensor:
-        return torch._grouped_mm(a.data, b.data.t(), offs=opened.ends).to(dtype)
+    def multiply_wgrad(self, opened: Any, a: Copy, b: Copy, gemm: Gemm) -> Tensor:
+        return torch._grouped_mm(a.data, b.data.t(), offs=opened.ends).to(opened.given.weight_dtype)
 
     def _experts_values(self, rows: Copy, width: int) -> Tensor:  # (E, N, K)
         quantizer = self.slots.weight

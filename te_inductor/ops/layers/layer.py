@@ -55,6 +55,33 @@ class Needed(NamedTuple):
     biases: bool
 
 
+@dataclass(frozen=True)
+class Given:
+    """What a call has besides x, its weights and biases, and what is known of those."""
+
+    groups: Sequence[Any]  # what says how rows are grouped
+    weight_dtype: torch.dtype
+    sizes: Sequence[int]  # rows of each weight
+    width: int  # columns of x and of the weights
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a backward goes by."""
+
+    given: Given
+    dys: Sequence[Tensor]  # (M, N) each, as amaxes are recorded of them
+    starts: Tensor | None  # (E + 1,), where groups begin in wgrad's operands, of experts
+
+
+class GradientCopies(NamedTuple):
+    """The copies of dy, where they are wanted."""
+
+    rows: Sequence[Copy | None] = ()  # for dgrad, one a GEMM
+    columns: Sequence[Copy] = ()  # for wgrad, one for all weights or one a weight
+    shape: Sequence[Any] = ()  # dx's sizes in front of the last
+
+
 _HERE, _NO_STEP = BoundOperand(), StepTensors()
 
 
@@ -83,63 +110,64 @@ class LinearLayers(Operation):
     def slots(self) -> Slots:
         return self.spec.slots
 
-    def compute(self, needs: Needs, x: Tensor, token: Tensor | None, *given: Any) -> tuple[tuple[Tensor, ...], Any]:
-        groups, weights, biases = self._parts(given)
+    def compute(self, needs: Needs, x: Tensor, token: Tensor | None, *tensors: Any) -> tuple[tuple[Tensor, ...], Any]:
+        given, weights, biases = self._parts(tensors)
         wanted = needs[-len(weights) - len(biases) :]
         needed = Needed(needs[0], any(wanted[: self.count]), any(wanted[self.count :]))
         dgrad, wgrad = self.of_backward
-        a, of_x, shape = self.cast_input(x, groups, needed._replace(weights=needed.weights and wgrad is self))
+        a, of_x, shape = self.cast_input(x, given, needed._replace(weights=needed.weights and wgrad is self))
         bs, of_weights = self.cast_weights(weights, needed.x and dgrad is self)
         if needed.weights and wgrad is not self:
-            of_x = wgrad.keep_input(x, a, groups, needed)
+            of_x = wgrad.keep_input(x, a, given, needed)
         if needed.x and dgrad is not self:
             of_weights = dgrad.keep_weights(weights, bs)
         ys: list[Tensor] = []
         for b, bias in zip(bs, self._joined(biases, len(bs)), strict=True):
             late = self.output.adds_up and bias is not None  # a sum over ranks has it once
-            y = self.multiply(a, b, None if late else bias, self.slots.fprop, groups, weights[0].dtype)
+            y = self.multiply(a, b, None if late else bias, self.slots.fprop, given)
             y = self.output.back(_shaped(y, shape), added=False)
             ys.append(y + bias.to(self.out_dtype) if late else y)  # type: ignore[union-attr]
         if len(ys) < self.count:
-            ys = list(ys[0].split([weight.shape[-2] for weight in weights], ys[0].dim() - 1))
+            ys = list(ys[0].split(given.sizes, ys[0].dim() - 1))
         return tuple(ys), (of_x, of_weights, needed)
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], found: Any) -> None:
-        x, _, *given = inputs
-        groups, weights, biases = self._parts(given)
+        x, _, *tensors = inputs
+        given, weights, biases = self._parts(tensors)
         of_x, of_weights, ctx.needs = found
-        ctx.save_for_backward(*of_x, *of_weights, *groups)
+        ctx.save_for_backward(*of_x, *of_weights, *given.groups)
         ctx.ends = len(of_x), len(of_x) + len(of_weights)
-        ctx.dtypes = x.dtype, weights[0].dtype, biases[0].dtype if biases else None
-        ctx.sizes, ctx.width = [weight.shape[-2] for weight in weights], weights[0].shape[-1]
+        ctx.given = replace(given, groups=())  # which are tensors
+        ctx.dtypes = x.dtype, biases[0].dtype if biases else None
         ctx.turned = all(map(is_turned, weights))
 
     def backward(self, ctx: Any, *dys: Tensor) -> Gradients:
         needed: Needed = ctx.needs
         saved = ctx.saved_tensors  # once: each access unpacks them
-        of_x, of_weights, groups = saved[: ctx.ends[0]], saved[ctx.ends[0] : ctx.ends[1]], saved[ctx.ends[1] :]
-        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        of_x, of_weights = saved[: ctx.ends[0]], saved[ctx.ends[0] : ctx.ends[1]]
+        given: Given = replace(ctx.given, groups=saved[ctx.ends[1] :])
+        x_dtype, bias_dtype = ctx.dtypes
         dx, dbs = None, [None] * (0 if bias_dtype is None else len(dys))
         dws: list[Tensor | None] = [None] * len(dys)
         dgrad, wgrad = self.of_backward
-        opened = wgrad.open(dys, of_x, groups, weight_dtype)
-        columns = dgrad.weight_columns(of_weights, ctx.width)
-        rows, turned, shape = self._cast_gradients(opened, len(columns), needed)
+        opened = wgrad.open(dys, of_x, given)
+        columns = dgrad.weight_columns(of_weights, given)
+        copies = self._cast_gradients(opened, len(columns), needed)
         if needed.x:
-            pairs = zip(rows, columns, strict=True)
-            dxs = [dgrad.multiply(a, b(), None, self.slots.dgrad, groups, weight_dtype) for a, b in pairs]
-            dx = self.input.back(_shaped(functools.reduce(torch.add, dxs), shape), added=True)
-            dx = self.gathered_gradient(dx, groups).to(x_dtype)  # under autocast x is wider
+            pairs = zip(copies.rows, columns, strict=True)
+            dxs = [dgrad.multiply(a, b(), None, self.slots.dgrad, given) for a, b in pairs]
+            dx = self.input.back(_shaped(functools.reduce(torch.add, dxs), copies.shape), added=True)
+            dx = self.gathered_gradient(dx, given).to(x_dtype)  # under autocast x is wider
         if needed.weights:
-            b = wgrad.input_column(opened, of_x, groups, ctx.width)
-            multiply = functools.partial(wgrad.multiply_wgrad, opened, weight_dtype)
+            b = wgrad.input_column(opened, of_x)
+            multiply = functools.partial(wgrad.multiply_wgrad, opened)
             dws = []
-            for place, a in enumerate(turned):
-                of = slice(place, place + 1) if len(turned) > 1 else slice(None)
-                gradient = WeightGradient(a, b, self.slots.wgrad, opened.starts, multiply, ctx.sizes[of], ctx.turned)
+            for place, a in enumerate(copies.columns):
+                of = slice(place, place + 1) if len(copies.columns) > 1 else slice(None)
+                gradient = WeightGradient(a, b, self.slots.wgrad, opened.starts, multiply, given.sizes[of], ctx.turned)
                 dws.extend((self.sink or self.spec.sink).take(gradient, self.takers[of]))
         if needed.biases:
-            dbs = self.bias_gradients(opened, bias_dtype, ctx.sizes)  # type: ignore[assignment]
+            dbs = self.bias_gradients(opened, bias_dtype)  # type: ignore[assignment]
         return dx, None, *[None] * self.groups, *dws, *dbs
 
     @property
@@ -157,23 +185,20 @@ class LinearLayers(Operation):
         spec = replace(self.spec, slots=operands.slots, scales=ScaleSource(), weight=Operand())
         return replace(self, spec=spec, weight=_HERE, step=_NO_STEP)
 
-    def _cast_gradients(
-        self, opened: "Opened", gemms: int, needed: Needed
-    ) -> tuple[Sequence[Copy | None], Sequence[Copy], Sequence[Any]]:
+    def _cast_gradients(self, opened: Opened, gemms: int, needed: Needed) -> GradientCopies:
         """The copies of dy, both made at once where they are of one kind."""
         dgrad, wgrad = self.of_backward
-        rows: Sequence[Copy | None] = ()
-        turned: Sequence[Copy] = ()
-        shape: Sequence[Any] = ()
-        if dgrad is wgrad and (needed.x or needed.weights):
-            rows, turned, shape = dgrad.cast_gradients(opened, gemms, needed)
-        elif dgrad is not wgrad and needed.x:
-            rows, _, shape = dgrad.cast_gradients(opened, gemms, needed._replace(weights=False))
-        if dgrad is not wgrad and needed.weights:
-            _, turned, _ = wgrad.cast_gradients(opened, gemms, needed._replace(x=False))
-        if self.step.grad_amax is not None and (needed.x or needed.weights):
+        if not (needed.x or needed.weights):
+            return GradientCopies()
+        alike = dgrad is wgrad
+        made = GradientCopies()
+        if alike or needed.x:
+            made = dgrad.cast_gradients(opened, gemms, needed if alike else needed._replace(weights=False))
+        if not alike and needed.weights:
+            made = made._replace(columns=wgrad.cast_gradients(opened, gemms, needed._replace(x=False)).columns)
+        if self.step.grad_amax is not None:
             record_amax(opened.dys, self.step.grad_amax)
-        return rows, turned, shape
+        return made
 
     def pair(self, slot: str, pieces: Sequence[Tensor], operand: BoundOperand | None = None) -> ScalePair | None:
         """The scale that pieces are cast with, where it does not follow from them alone. What several ranks have a part
@@ -193,9 +218,11 @@ class LinearLayers(Operation):
             return [weight.copies(columnwise) for weight in weights]  # type: ignore[attr-defined]
         return self.weight.found(weights, columnwise)
 
-    def _parts(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Tensor], Sequence[Tensor]]:
-        groups, rest = given[: self.groups], given[self.groups :]
-        return groups, rest[: self.count], rest[self.count :]
+    def _parts(self, inputs: Sequence[Any]) -> tuple[Given, Sequence[Tensor], Sequence[Tensor]]:
+        groups, rest = inputs[: self.groups], inputs[self.groups :]
+        weights = rest[: self.count]
+        sizes = [weight.shape[-2] for weight in weights]
+        return Given(groups, weights[0].dtype, sizes, weights[0].shape[-1]), weights, rest[self.count :]
 
     def _joined(self, biases: Sequence[Tensor], gemms: int) -> list[Tensor | None]:
         """The bias of each GEMM."""
@@ -205,7 +232,7 @@ class LinearLayers(Operation):
 
     # What the form of the products says.
 
-    def cast_input(self, x: Tensor, groups: Sequence[Any], needed: Needed) -> tuple[Copy, Saved, Sequence[Any]]:
+    def cast_input(self, x: Tensor, given: Given, needed: Needed) -> tuple[Copy, Saved, Sequence[Any]]:
         """fprop's copy, what the backward needs of x, and the sizes of the result in front of the last."""
         raise NotImplementedError
 
@@ -213,9 +240,9 @@ class LinearLayers(Operation):
         """fprop's copies, one a GEMM, and what the backward needs of them."""
         raise NotImplementedError
 
-    def keep_input(self, x: Tensor, copy: Copy, groups: Sequence[Any], needed: Needed) -> Saved:
+    def keep_input(self, x: Tensor, copy: Copy, given: Given, needed: Needed) -> Saved:
         """What these layers' wgrad needs of x, whose copy other layers' fprop has."""
-        return self.cast_input(x, groups, needed)[1]
+        return self.cast_input(x, given, needed)[1]
 
     def keep_weights(self, weights: Sequence[Tensor], rows: Sequence[Copy]) -> Saved:
         """What these layers' dgrad needs of the weights, whose copies other layers' fprop has."""
@@ -226,55 +253,36 @@ class LinearLayers(Operation):
         for."""
         raise NotImplementedError
 
-    def multiply(
-        self,
-        a: Copy | None,
-        b: Copy,
-        bias: Tensor | None,
-        gemm: Gemm,
-        groups: Sequence[Any],
-        weight_dtype: torch.dtype,
-    ) -> Tensor:
+    def multiply(self, a: Copy | None, b: Copy, bias: Tensor | None, gemm: Gemm, given: Given) -> Tensor:
         """fprop's and dgrad's product."""
         raise NotImplementedError
 
-    def open(self, dys: Sequence[Tensor], of_x: Saved, groups: Sequence[Any], weight_dtype: torch.dtype) -> "Opened":
+    def open(self, dys: Sequence[Tensor], of_x: Saved, given: Given) -> Opened:
         """What a backward begins with."""
         raise NotImplementedError
 
-    def cast_gradients(
-        self, opened: Any, gemms: int, needed: Needed
-    ) -> tuple[Sequence[Copy | None], Sequence[Copy], Sequence[Any]]:
-        """The copies of dy for dgrad, one a GEMM, and for wgrad, one for all weights or one a weight; and dx's sizes in
-        front of the last."""
+    def cast_gradients(self, opened: Any, gemms: int, needed: Needed) -> GradientCopies:
+        """Casts dy for a backward of so many dgrads."""
         raise NotImplementedError
 
-    def weight_columns(self, of_weights: Saved, width: int) -> list[Callable[[], Copy]]:
-        """What makes dgrad's copies, one a GEMM, of weights of `width` columns."""
+    def weight_columns(self, of_weights: Saved, given: Given) -> list[Callable[[], Copy]]:
+        """What makes dgrad's copies, one a GEMM."""
         raise NotImplementedError
 
-    def gathered_gradient(self, dx: Tensor, groups: Sequence[Any]) -> Tensor:
+    def gathered_gradient(self, dx: Tensor, given: Given) -> Tensor:
         """The gradient of x, of that of the rows that were multiplied."""
         return dx
 
-    def input_column(self, opened: Any, of_x: Saved, groups: Sequence[Any], width: int) -> Copy:
-        """wgrad's copy of x, (M, `width`)."""
+    def input_column(self, opened: Any, of_x: Saved) -> Copy:
+        """wgrad's copy of x."""
         raise NotImplementedError
 
-    def multiply_wgrad(self, opened: Any, dtype: torch.dtype, a: Copy, b: Copy, gemm: Gemm) -> Tensor:
+    def multiply_wgrad(self, opened: Any, a: Copy, b: Copy, gemm: Gemm) -> Tensor:
         """wgrad's product, as autograd gets it."""
         raise NotImplementedError
 
-    def bias_gradients(self, opened: Any, dtype: torch.dtype, sizes: Sequence[int]) -> Sequence[Tensor]:
+    def bias_gradients(self, opened: Any, dtype: torch.dtype) -> Sequence[Tensor]:
         raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Opened:
-    """What a backward goes by."""
-
-    dys: Sequence[Tensor]  # (M, N) each, as amaxes are recorded of them
-    starts: Tensor | None  # (E + 1,), where groups begin in wgrad's operands, of experts
 
 
 def flat(x: Tensor) -> Tensor:  # (M, C)

@@ -1,7 +1,7 @@
 """Output layers whose logits nothing reads but a loss: Note [Loss of chunks] in runtime/eager/losses.py."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -28,8 +28,8 @@ class LossLayers(DenseLayers):
     loss: Loss = field(kw_only=True)
     groups: ClassVar[int] = 1
 
-    def compute(self, needs: Needs, x: Tensor, token: Tensor | None, *given: Any) -> tuple[tuple[Tensor, ...], Any]:
-        [labels], weights, biases = self._parts(given)
+    def compute(self, needs: Needs, x: Tensor, token: Tensor | None, *tensors: Any) -> tuple[tuple[Tensor, ...], Any]:
+        given, weights, biases = self._parts(tensors)
         wanted = needs[-len(weights) - len(biases) :]
         needed = Needed(needs[0], any(wanted[:1]), any(wanted[1:]))
         row, _, _ = self._copies([x], "input", self.input, True, False)
@@ -44,23 +44,22 @@ class LossLayers(DenseLayers):
         bias = biases[0] if biases else None
         wants_dy = needed.weights or needed.biases
         losses, dx, dy = scaled_token_losses(
-            row.data, row.scale_inv, weight.data, weight.scale_inv, *of_column, bias, labels, self.loss, self.slots,
+            row.data, row.scale_inv, weight.data, weight.scale_inv, *of_column, bias, *given.groups, self.loss, self.slots,
             self.out_dtype, wants_dy,
         )  # fmt: skip
         return (losses,), (dx, dy, needed)
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], found: Any) -> None:
-        x, _, *given = inputs
-        [labels], weights, biases = self._parts(given)
+        x, _, *tensors = inputs
+        given, weights, biases = self._parts(tensors)
+        [labels], ctx.given = given.groups, replace(given, groups=())
         dx, dy, ctx.needs = found
         ctx.save_for_backward(x, _kept(labels, self.loss), dx, dy)
-        ctx.dtypes = weights[0].dtype, biases[0].dtype if biases else None
-        ctx.sizes, ctx.turned = [weights[0].shape[0]], is_turned(weights[0])
+        ctx.bias_dtype, ctx.turned = biases[0].dtype if biases else None, is_turned(weights[0])
 
     def backward(self, ctx: Any, *dlosses: Tensor) -> Gradients:
         needed: Needed = ctx.needs
         x, kept, dx, dy = ctx.saved_tensors
-        weight_dtype, bias_dtype = ctx.dtypes
         each = _of_tokens(dlosses[0], kept)
         element = self.slots.grad_output.format
         dws: Sequence[Tensor | None] = [None]
@@ -74,14 +73,14 @@ class LossLayers(DenseLayers):
                 column,
                 self.slots.wgrad,
                 None,
-                partial(self.multiply_wgrad, Opened([], None), weight_dtype),
-                ctx.sizes,
+                partial(self.multiply_wgrad, Opened(ctx.given, [], None)),
+                ctx.given.sizes,
                 ctx.turned,
             )
             dws = (self.sink or self.spec.sink).take(gradient, self.takers)
         dbs = []
-        if bias_dtype is not None:
-            dbs = [self._bias_gradient(dy, each, element).to(bias_dtype) if needed.biases else None]
+        if ctx.bias_dtype is not None:
+            dbs = [self._bias_gradient(dy, each, element).to(ctx.bias_dtype) if needed.biases else None]
         return (dx * each).to(x.dtype) if needed.x else None, None, None, *dws, *dbs
 
     def _bias_gradient(self, dy: Tensor, each: Tensor, element: Element) -> Tensor:

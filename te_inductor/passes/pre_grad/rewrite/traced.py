@@ -3,7 +3,7 @@ backward."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -207,7 +207,7 @@ class _Layer:
 
         def backward(dy: Tensor, *saved: Tensor) -> tuple[Tensor | None, ...]:
             self.ctx.saved_tensors = _at(kept, saved, len(self.saved))
-            self.ctx.dtypes = x_dtype, w_dtype, None
+            self.ctx.dtypes, self.ctx.given = (x_dtype, None), replace(self.ctx.given, weight_dtype=w_dtype)
             found = self.operation.backward(self.ctx, dy)
             dx, dw = found[0], found[self.weight_at]
             if dw is not None:
