@@ -15,8 +15,8 @@ from te_inductor.fused.record import POST_GRAD, FusedKernel
 from te_inductor.lowerings.codegen.column_sums import ROWS
 from te_inductor.lowerings.codegen.column_sums import column_sums as lower
 from te_inductor.lowerings.registry import may_give_up
-from te_inductor.ops.definition import op_of
 from te_inductor.passes.graph.node_kinds import tensor_of
+from te_inductor.runtime.definition import op_of
 
 aten = torch.ops.aten
 LEAST = 4 * ROWS  # rows and columns, below which a kernel more or less is all there is to gain

@@ -16,10 +16,13 @@ from te_inductor import ops, targets
 from te_inductor.fused.record import POST_GRAD, FusedKernel
 from te_inductor.kernels import fp8_small_m
 from te_inductor.kernels.select import select
-from te_inductor.ops import attention, stored
+from te_inductor.ops import stored
 from te_inductor.passes.graph.gemm_nodes import problem_of
+from te_inductor.runtime.definition import op_of
+from te_inductor.runtime.eager import decode_attention as eager
 
 aten = torch.ops.aten
+decode_attention = op_of(eager.decode_attention, lambda q, *_: q.new_empty(q.shape))
 # What may stand between the products and the softmax: it changes the dtype, or how the batch is written.
 _SAME = frozenset(
     {
@@ -67,7 +70,7 @@ def _emit(graph: fx.Graph, found: DecodeAttention) -> fx.Node:
     if keep is not None:
         keep = _call(graph, aten.reshape.default, keep, [-1])
         keep = _call(graph, aten.bitwise_not.default, keep) if found.drops else keep
-    return _call(graph, attention.decode_attention, found.q, found.k, found.v, keep, found.scale)
+    return _call(graph, decode_attention, found.q, found.k, found.v, keep, found.scale)
 
 
 def _call(graph: fx.Graph, op: Any, *args: Any) -> fx.Node:
@@ -98,9 +101,9 @@ def _runs(found: DecodeAttention) -> bool:
     sizes = q.shape[1:]
     return (
         all(isinstance(size, int) for size in sizes)
-        and sizes[0] <= attention.QUERIES
-        and sizes[1] in attention.WIDTHS
-        and q.dtype in attention.DTYPES
+        and sizes[0] <= eager.QUERIES
+        and sizes[1] in eager.WIDTHS
+        and q.dtype in eager.DTYPES
         and q.dtype == k.dtype == v.dtype
         and targets.of(q.device).decode_attention
     )
@@ -165,7 +168,7 @@ def _lower(q, k, v, keep, scale):  # type: ignore[no-untyped-def]
     for given in (q, k, v, keep):
         if given is not None:
             given.realize()
-    return fallback_handler(attention.decode_attention, add_to_fallback_set=False)(q, k, v, keep, scale)
+    return fallback_handler(decode_attention, add_to_fallback_set=False)(q, k, v, keep, scale)
 
 
-KERNEL = FusedKernel((POST_GRAD,), fold, attention.decode_attention, _lower)
+KERNEL = FusedKernel((POST_GRAD,), fold, decode_attention, _lower)

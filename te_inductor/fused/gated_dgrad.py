@@ -24,13 +24,13 @@ from te_inductor.kernels.family import Choice
 from te_inductor.kernels.select import select
 from te_inductor.numerics.activation import Gating
 from te_inductor.ops.casts import copies_like
-from te_inductor.ops.definition import op_of
 from te_inductor.passes.graph import activations
 from te_inductor.passes.graph.gemm_nodes import is_plain, problem_of
 from te_inductor.passes.graph.node_kinds import tensor_of
 from te_inductor.passes.graph.pointwise_steps import is_step, translated
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import BLOCK_1X128
+from te_inductor.runtime.definition import op_of
 from te_inductor.templates.cutlass import build, launch
 
 aten = torch.ops.aten

@@ -22,12 +22,12 @@ from te_inductor.lowerings.gemm import cutlass_choices, scaled_mm
 from te_inductor.numerics.activation import OPS, Activation, evaluate
 from te_inductor.ops import flops
 from te_inductor.ops.casts import copy_like
-from te_inductor.ops.definition import op_of
 from te_inductor.ops.gemm import product_like
 from te_inductor.passes.graph.casts import where_quantized
 from te_inductor.passes.graph.gemm_nodes import is_plain, kernel_of
 from te_inductor.passes.graph.pointwise_steps import is_step, translated
 from te_inductor.recipes import Gemm, Quantizer
+from te_inductor.runtime.definition import op_of
 from te_inductor.runtime.eager import dense
 from te_inductor.templates.cutlass import build
 

@@ -1,7 +1,6 @@
 """The op set: fine-grained, functional ops whose graph Inductor can fuse, and the linear layer made of them. One file a
 family: `casts`, `gemm`, `delayed`, `grouped` (of experts), `layers` (linear layers), `stored` (weights in low
-precision), `attention` (of decoding), `masked_attention`, `losses` (of output layers); `written_out` (what leaves this
-process).
+precision), `masked_attention`, `losses` (of output layers); `written_out` (what leaves this process).
 """
 
 from te_inductor.ops import masked_attention, stored

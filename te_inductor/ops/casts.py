@@ -13,9 +13,9 @@ from torch import Tensor
 
 from te_inductor.numerics import microscaling
 from te_inductor.numerics.philox import new_seed
-from te_inductor.ops.definition import op_of
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import HADAMARD, padded
+from te_inductor.runtime.definition import op_of
 from te_inductor.runtime.eager import dense
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from te_inductor import compat
-from te_inductor.ops.definition import op_of
 from te_inductor.recipes.delayed import ScaleUpdate
+from te_inductor.runtime.definition import op_of
 from te_inductor.runtime.eager import delayed
 
 read_scales = op_of(delayed.read_scales, lambda scales: [scale.new_empty(()) for scale in (*scales, *scales)])

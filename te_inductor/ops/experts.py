@@ -21,9 +21,9 @@ from te_inductor.kernels.problem import Problem, Sizes, Stored
 from te_inductor.kernels.select import select
 from te_inductor.ops import grouped as ops_grouped
 from te_inductor.ops.casts import quantize
-from te_inductor.ops.definition import op_of
 from te_inductor.recipes import Gemm, Slots
 from te_inductor.recipes.formats import E2M1
+from te_inductor.runtime.definition import op_of
 from te_inductor.runtime.eager import experts, grouped
 from te_inductor.targets import Target
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from te_inductor.numerics.arithmetic import reciprocal
 from te_inductor.ops.casts import Copy
-from te_inductor.ops.definition import op_of
 from te_inductor.recipes import Gemm
+from te_inductor.runtime.definition import op_of
 from te_inductor.runtime.eager import dense
 from te_inductor.runtime.gradients import deferred_wgrads
 

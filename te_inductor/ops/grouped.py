@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from te_inductor.ops.casts import copy_like, scale_pair_like
-from te_inductor.ops.definition import op_of
 from te_inductor.ops.written_out import is_called
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import ROW
+from te_inductor.runtime.definition import op_of
 from te_inductor.runtime.eager import grouped
 from te_inductor.templates import grouped_library
 

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from te_inductor.ops.definition import op_of
 from te_inductor.recipes import Slots
 from te_inductor.recipes.formats import padded
 from te_inductor.recipes.losses import Loss
+from te_inductor.runtime.definition import op_of
 from te_inductor.runtime.eager import losses
 
 

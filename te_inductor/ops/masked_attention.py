@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_inductor.ops.definition import define, implement_on_cuda, library, op_of
 from te_inductor.ops.differentiable import Gradients, Needs, Operation
 from te_inductor.runtime.attention import kept, masked, predicate
+from te_inductor.runtime.definition import define, implement_on_cuda, library, op_of
 
 Sizes = Sequence[int | torch.SymInt]  # batch, heads, queries, keys
 
@@ -76,8 +76,7 @@ flash_by_ends_backward = op_of(
     lambda dy, q, k, v, *_: tuple(one.new_empty(one.shape) for one in (q, k, v)),
     name="flash_by_ends_backward",
 )
-implement_on_cuda(flash_by_ends, kept.flash)
-implement_on_cuda(flash_by_ends_backward, kept.flash_backward)
+implement_on_cuda(flash_by_ends=kept.flash, flash_by_ends_backward=kept.flash_backward)
 
 
 class _AttendToKept(Operation):

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_inductor.ops.definition import define, op_of
 from te_inductor.ops.differentiable import Gradients, Needs, Operation
+from te_inductor.runtime.definition import define, op_of
 
 
 def take_bytes(data: Tensor, rows: Tensor) -> Tensor:

@@ -24,13 +24,13 @@ from torch import Tensor
 from te_inductor import compat
 from te_inductor.distributed.parallel import Ranks, gather, largest
 from te_inductor.ops.casts import current_scale, quantize, quantize_delayed, tensor_amax
-from te_inductor.ops.definition import op_of
 from te_inductor.ops.delayed import record_amax
 from te_inductor.ops.differentiable import Gradients, Needs, Operation
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.ops.layers.layer import LayerSpec
 from te_inductor.ops.layers.parts import ScaledOperand
 from te_inductor.recipes import Quantizer
+from te_inductor.runtime.definition import op_of
 from te_inductor.runtime.eager import Written
 
 

@@ -25,10 +25,10 @@ from te_inductor.kernels.problem import Problem, Sizes
 from te_inductor.kernels.select import select
 from te_inductor.numerics import nvfp4
 from te_inductor.ops.casts import dequantize, quantize, transpose
-from te_inductor.ops.definition import op_of
 from te_inductor.ops.gemm import scaled_mm
 from te_inductor.ops.written_out import for_program, is_called, leaves
 from te_inductor.recipes import Quantizer, Slots
+from te_inductor.runtime.definition import op_of
 from te_inductor.targets import Target
 
 # The FP8 GEMM of large batches: scales of rows, powers of two, so that a stored value is rounded once and rarely.

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from te_inductor.numerics import microscaling, nvfp4
 from te_inductor.ops.casts import tensor_amax
-from te_inductor.ops.definition import op_of
 from te_inductor.ops.differentiable import Gradients, Needs, Operation
 from te_inductor.ops.stored import NVFP4Product
 from te_inductor.ops.written_out import is_called
+from te_inductor.runtime.definition import op_of
 
 
 def _store(

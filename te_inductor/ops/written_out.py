@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_inductor import compat
-from te_inductor.ops.definition import WRITTEN_OUT
+from te_inductor.runtime.definition import WRITTEN_OUT
 
 _called: dict[Any, Callable[..., bool]] = {}  # primitives that Inductor calls by name, and for which arguments
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_inductor.ops.definition import schema_of
 from te_inductor.recipes import Gemm
+from te_inductor.runtime.definition import schema_of
 from te_inductor.runtime.eager import Written
 
 
@@ -38,3 +38,12 @@ def of_constants(x: Tensor, gemm: Gemm) -> list[Tensor]:
 )
 def test_a_schema_is_a_signature(function, schema):
     assert schema_of(function) == schema
+
+
+def test_kernels_for_cuda_are_of_ops_that_there_are():
+    """`implement_on_cuda` takes names, and torch takes a kernel of an op that nobody defines."""
+    pytest.importorskip("triton")
+    from te_inductor import fused, lowerings  # noqa: F401
+    from te_inductor.templates.triton import decode_attention, experts_ops, grouped_ops, nvfp4_ops, scale_updates  # noqa: F401
+
+    assert not [one for one in torch._C._dispatch_find_dangling_impls() if "te_inductor::" in one]

@@ -106,17 +106,17 @@ def check_layer(name: str) -> None:
         return [y, *torch.autograd.grad(y, (x, w), dy)]
 
     expected = layer()
-    replaced = {op: getattr(grouped_ops, op._schema.name.partition("::")[2]) for op in on_cuda.KERNELS}
-    products = (ops.grouped_mm, ops.grouped_wgrad, ops.accumulate_grouped_wgrad)  # Gluon's: test_grouped_mm.py
-    for op, kernel in on_cuda.KERNELS.items():
-        if op not in products:
-            setattr(grouped_ops, op._schema.name.partition("::")[2], kernel)
+    replaced = {name: getattr(grouped_ops, name) for name in on_cuda.KERNELS}
+    products = ("grouped_mm", "grouped_wgrad", "accumulate_grouped_wgrad")  # Gluon's: test_grouped_mm.py
+    for name, kernel in on_cuda.KERNELS.items():
+        if name not in products:
+            setattr(grouped_ops, name, kernel)
     try:
         with mock.patch.object(group_strips, "_most_rows", lambda device, size: math.inf):  # a CPU has no such limits
             assert_same(tuple(layer()), tuple(expected), name)
     finally:
-        for op in replaced:
-            setattr(grouped_ops, op._schema.name.partition("::")[2], op)
+        for name, op in replaced.items():
+            setattr(grouped_ops, name, op)
 
 
 if __name__ == "__main__":

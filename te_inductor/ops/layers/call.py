@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from te_inductor import compat
-from te_inductor.ops.definition import op_of
 from te_inductor.ops.delayed import record_amax
 from te_inductor.ops.layers.dense import DenseLayers
 from te_inductor.ops.layers.experts import ExpertLayers
@@ -18,6 +17,7 @@ from te_inductor.ops.layers.losses import LossLayers
 from te_inductor.ops.layers.parts import StepTensors
 from te_inductor.ops.written_out import for_program
 from te_inductor.recipes import Slots
+from te_inductor.runtime.definition import op_of
 from te_inductor.runtime.eager import Written
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from te_inductor.ops.casts import Copy, copies
-from te_inductor.ops.definition import op_of
 from te_inductor.ops.differentiable import Gradients, Needs, Operation
 from te_inductor.ops.layers.dense import DenseLayers
 from te_inductor.ops.layers.layer import Needed, Opened, overflowing_sum
@@ -17,6 +16,7 @@ from te_inductor.ops.layers.parts import WeightGradient, is_turned
 from te_inductor.ops.losses import scaled_token_losses, token_losses
 from te_inductor.recipes.formats import Element
 from te_inductor.recipes.losses import Loss, column_quantizers
+from te_inductor.runtime.definition import op_of
 
 
 @dataclass(frozen=True)

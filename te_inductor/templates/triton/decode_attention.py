@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_inductor.ops.attention import QUERIES, WIDTHS, plain
-from te_inductor.ops.definition import library
+from te_inductor.runtime.definition import implement_on_cuda
+from te_inductor.runtime.eager import decode_attention as eager
+from te_inductor.runtime.eager.decode_attention import QUERIES, WIDTHS
 from te_inductor.templates.triton.launcher import launcher
 
 _BLOCK, _STAGES, _WARPS = 64, 2, 4  # keys at a time, of them on their way
@@ -28,11 +29,11 @@ def attention(
     scale: float,
     assembly: bool = True,
 ) -> Tensor:  # (B, M, D)
-    """Computes what `ops_attention.decode_attention` does, with scores and sums in fp32."""
+    """Computes what the eager kernel does, with scores and sums in fp32."""
     q = q.contiguous()
     (batch, m, d), n = q.shape, k.shape[2]
     if m > QUERIES or d not in WIDTHS:  # called by hand: the pass asks beforehand
-        return plain(q, k, v, keep, scale)
+        return eager.decode_attention(q, k, v, keep, scale)
     blocks = triton.cdiv(n, _BLOCK)
     share = _BLOCK * triton.next_power_of_2(triton.cdiv(blocks, max(1, _PROGRAMS // batch)))
     chunks = triton.cdiv(n, share)
@@ -46,7 +47,7 @@ def attention(
     return out
 
 
-library.impl("decode_attention", attention, "CUDA")
+implement_on_cuda(decode_attention=attention)
 
 
 @triton.jit

@@ -1,16 +1,13 @@
 """Products with experts' stored weights on CUDA: the Triton kernels where the device runs them, else plain torch."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from te_inductor import targets
 from te_inductor.kernels import nvfp4_linear
 from te_inductor.kernels.experts_decode import runs, scales_as
-from te_inductor.ops import experts as ops
-from te_inductor.ops.definition import implement_on_cuda
 from te_inductor.recipes import Quantizer
+from te_inductor.runtime.definition import implement_on_cuda
 from te_inductor.runtime.eager import experts
 from te_inductor.templates.triton import experts_decode, nvfp4_expand
 
@@ -50,10 +47,4 @@ def _dequantize(stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, k: in
     return run(stored, block_scale, tensor_scale, k, dtype)
 
 
-_KERNELS: dict[Any, Any] = {
-    ops.nvfp4_experts: _nvfp4_product,
-    ops.fp8_experts: _fp8_product,
-    ops.nvfp4_experts_dequantize: _dequantize,
-}
-for _op, _kernel in _KERNELS.items():
-    implement_on_cuda(_op, _kernel)
+implement_on_cuda(nvfp4_experts=_nvfp4_product, fp8_experts=_fp8_product, nvfp4_experts_dequantize=_dequantize)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from te_inductor.kernels.fp8_small_m import SmallMConfig
-from te_inductor.ops.definition import op_of
+from te_inductor.runtime.definition import op_of
 from te_inductor.templates.triton.launcher import launcher
 from te_inductor.templates.triton.partial_sums import sum_dtype
 

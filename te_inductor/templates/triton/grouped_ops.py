@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_inductor import ops, targets
+from te_inductor import targets
 from te_inductor.kernels.grouped_mm import runs
-from te_inductor.ops.definition import implement_on_cuda
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, ROW
+from te_inductor.runtime.definition import implement_on_cuda
 from te_inductor.runtime.eager import grouped
 from te_inductor.templates.triton import experts_rows, group_strips
 from te_inductor.templates.triton import grouped_casts as casts
@@ -86,15 +86,14 @@ def _quantize_groups(
     return grouped.quantize_groups(x, source, tiles, starts, quantizer)
 
 
-KERNELS: dict[Any, Any] = {
-    ops.grouped_mm: _where_it_runs(grouped_mm, grouped.grouped_mm, 8),
-    ops.grouped_wgrad: _where_it_runs(grouped_wgrad, grouped.grouped_wgrad, 7),
-    ops.accumulate_grouped_wgrad: _accumulate_grouped_wgrad,
-    ops.quantize_experts: _quantize_experts,
-    ops.quantize_experts_delayed: _quantize_experts_delayed,
-    ops.quantize_experts_rows: _quantize_experts_rows,
-    ops.quantize_groups: _quantize_groups,
-    ops.transpose_groups: casts.transpose_groups,
+KERNELS: dict[str, Callable[..., Any]] = {
+    "grouped_mm": _where_it_runs(grouped_mm, grouped.grouped_mm, 8),
+    "grouped_wgrad": _where_it_runs(grouped_wgrad, grouped.grouped_wgrad, 7),
+    "accumulate_grouped_wgrad": _accumulate_grouped_wgrad,
+    "quantize_experts": _quantize_experts,
+    "quantize_experts_delayed": _quantize_experts_delayed,
+    "quantize_experts_rows": _quantize_experts_rows,
+    "quantize_groups": _quantize_groups,
+    "transpose_groups": casts.transpose_groups,
 }
-for _op, _kernel in KERNELS.items():
-    implement_on_cuda(_op, _kernel)
+implement_on_cuda(**KERNELS)

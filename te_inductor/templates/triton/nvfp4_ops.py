@@ -9,7 +9,7 @@ from te_inductor.kernels import nvfp4_fp8 as prompt_policy
 from te_inductor.kernels import nvfp4_linear as policy
 from te_inductor.kernels.problem import Sizes
 from te_inductor.numerics import nvfp4
-from te_inductor.ops.definition import library, op_of
+from te_inductor.runtime.definition import implement_on_cuda, op_of
 from te_inductor.runtime.eager import dense
 from te_inductor.templates.triton import nvfp4_expand, nvfp4_fp8, nvfp4_linear
 from te_inductor.templates.triton.partial_sums import add_up, sum_dtype
@@ -67,11 +67,6 @@ def _runs_on(device: torch.device) -> bool:
     return policy.runs(targets.of(device))
 
 
-_KERNELS = {
-    "nvfp4_linear": _linear,
-    "nvfp4_linear_fp8": _linear_fp8,
-    "nvfp4_dequantize": _dequantize,
-    "nvfp4_recast": _recast,
-}
-for _name, _kernel in _KERNELS.items():
-    library.impl(_name, _kernel, "CUDA")
+implement_on_cuda(
+    nvfp4_linear=_linear, nvfp4_linear_fp8=_linear_fp8, nvfp4_dequantize=_dequantize, nvfp4_recast=_recast
+)

@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_inductor.ops import delayed as ops_delayed
-from te_inductor.ops.definition import implement_on_cuda
 from te_inductor.recipes.delayed import DelayedScaling, ScaleUpdate
+from te_inductor.runtime.definition import implement_on_cuda
 from te_inductor.runtime.eager import delayed
 from te_inductor.templates.triton.launcher import Launcher, launcher
 
@@ -149,4 +148,4 @@ def update_each(
     tl.store(amax_at, 0.0)
 
 
-implement_on_cuda(ops_delayed.update_scales, update_scales)
+implement_on_cuda(update_scales=update_scales)

@@ -27,9 +27,10 @@ _TYPES = {
 }
 
 
-def implement_on_cuda(op: Any, implementation: Any) -> None:
-    """Give an op that `define` made another kernel for CUDA tensors."""
-    library.impl(op._schema.name.partition("::")[2], implementation, "CUDA")
+def implement_on_cuda(**kernels: Callable[..., Any]) -> None:
+    """Gives ops, by their names, other kernels for CUDA tensors."""
+    for name, kernel in kernels.items():
+        library.impl(name, kernel, "CUDA")
 
 
 def define(

@@ -1,16 +1,14 @@
-"""Attention of few queries, as a step of generation has it, as one op: fused/decode_attention.py finds it in a graph."""
+"""Attention of few queries, as a step of generation has it: fused/decode_attention.py finds it in a graph."""
 
 import torch
 from torch import Tensor
-
-from te_inductor.ops.definition import op_of
 
 QUERIES = 8  # that share their keys, at most: one side of a tensor core
 WIDTHS = (64, 128, 256)  # of a head
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-def plain(
+def decode_attention(
     q: Tensor,  # (B, M, D)
     k: Tensor,  # (B, D, N)
     v: Tensor,  # (B, N, D)
@@ -22,6 +20,3 @@ def plain(
     if keep is not None:
         scores = scores.masked_fill(~keep, float("-inf"))
     return (scores.softmax(-1) @ v.float()).to(q.dtype)
-
-
-decode_attention = op_of(plain, lambda q, *_: q.new_empty(q.shape), name="decode_attention")
