@@ -100,10 +100,11 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     where no site would use it."""
     cutlass_tables.check()
     parsed = config.parse(options, mode)
-    recipe = recipes.resolve(parsed.recipe, parsed.recipe_name)
-    policy = tuple((glob, recipes.resolve(spec, parsed.policy_name) or "none") for glob, spec in parsed.policy)
-    backward = resolve_backward(parsed.backward, parsed.backward_name)
-    group = amax_groups.resolve(parsed.amax_group, parsed.amax_group_name)
+    recipe = recipes.resolve(parsed.recipe, parsed.recipe_called("recipe"))
+    named = parsed.recipe_called("policy")
+    policy = tuple((glob, recipes.resolve(spec, named) or "none") for glob, spec in parsed.policy)
+    backward = resolve_backward(parsed.backward, parsed.called("backward"))
+    group = amax_groups.resolve(parsed.amax_group, parsed.called("amax_group"))
     for text in config.unknown_variables():
         say(f"te_inductor: {text}", parsed.fallback)
     return replace(parsed, recipe=recipe or "none", policy=policy, backward=backward, amax_group=group)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from te_inductor.errors import OptionError, unknown, wrong_type
 
@@ -26,176 +26,6 @@ Weights = Literal["each_call", "once"]
 Wgrad = Literal["grad", "main_grad", "deferred"]
 Attention = Literal["auto", "as_written"]
 Logits = Literal["keep", "omit"]
-
-
-@dataclass(frozen=True)
-class Option:
-    """A compile option: what `te_inductor.list_options()` returns, what the reader below reads, and a row of the table in
-    docs/guides/options.md."""
-
-    name: str
-    values: str  # that it may have
-    default: object
-    price: str  # of the values that are no default, or of the default where that has one
-    choices: tuple[str, ...] = ()  # the values of a choice, the default first
-
-    @property
-    def variable(self) -> str:
-        """The environment variable that it comes from where it is not given."""
-        return f"TE_INDUCTOR_{self.name.upper()}"
-
-
-def _choices(name: str, price: str, *values: str) -> Option:
-    return Option(name, ", ".join(f'"{value}"' for value in values), values[0], price, values)
-
-
-OPTIONS = {
-    one.name: one
-    for one in (
-        Option(
-            "recipe",
-            '"current", "delayed", "rowwise", "block", "mxfp8", "mxfp4", "nvfp4", "nvfp4_weight_only" (for stored weights),'
-            ' "none", "auto" (which is current), or an instance such as te_inductor.recipes.Float8CurrentScaling() or'
-            " CustomRecipe(factory)",
-            "auto",
-            "what a recipe loses in accuracy; casts, which the size rule weighs",
-        ),
-        Option(
-            "policy",
-            "{glob or function: recipe}; the first entry that matches a layer wins",
-            {},
-            "a layer that an entry names is in low precision also where that is slower",
-        ),
-        Option(
-            "backward",
-            '"high_precision", "dequantized", a recipe as above, or {"dgrad": …, "wgrad": …} of these',
-            None,
-            '"high_precision": GEMMs of the backward as fast as without this package, inputs of layers saved as there;'
-            ' "dequantized": the same GEMMs, and kernels that write their operands',
-        ),
-        _choices("fallback", "none", "warn", "error", "silent"),
-        _choices("weights", '"once": its copies, 2 bytes a weight in training', "each_call", "once"),
-        _choices("wgrad", '"main_grad": 4 bytes a weight, which the program brings', "grad", "main_grad", "deferred"),
-        _choices("attention", "none", "auto", "as_written"),
-        _choices("logits", '"omit": reading the logits is an error', "keep", "omit"),
-        Option(
-            "amax_group",
-            'a DeviceMesh, a ProcessGroup, the name of one, or "none"',
-            None,
-            "one all-reduce of all amaxes in the forward, and one in the backward",
-        ),
-        Option(
-            "mode",
-            '"default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"',
-            None,
-            "as in torch.compile: the memory of CUDA graphs, the time of measuring",
-            ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
-        ),
-    )
-}
-OWN_OPTIONS = tuple(OPTIONS)
-TABLES = "TE_INDUCTOR_TABLES"  # of no compile: a folder of tables that `te-inductor tune` has written
-
-
-@dataclass(frozen=True)
-class Options:
-    """Parsed options. `recipe` and the policy's values are specs (name or instance) that `recipes.resolve` reads,
-    `backward` is one that `recipes.backward_precision` does, `amax_group` one that `amax_groups.resolve` does."""
-
-    recipe: object = "auto"
-    recipe_name: str = "recipe"  # what errors call it
-    policy: tuple[tuple[str | Callable[..., bool], object], ...] = ()
-    policy_name: str = "recipe"  # what errors call a recipe of the policy
-    fallback: Fallback = "warn"
-    weights: Weights = "each_call"
-    wgrad: Wgrad = "grad"
-    attention: Attention = "auto"
-    logits: Logits = "keep"
-    backward: object = None
-    backward_name: str = "option 'backward'"
-    amax_group: Any = None
-    amax_group_name: str = "option 'amax_group'"
-    mode: str | None = None
-    inductor: Mapping[str, Any] = field(default_factory=dict)
-
-    def in_cuda_graphs(self) -> bool:
-        """Whether Inductor records CUDA graphs."""
-        import torch
-        from torch._inductor import config
-
-        patches = torch._TorchCompileInductorWrapper(self.mode, dict(self.inductor), None).config
-        return bool(patches.get("triton.cudagraphs", config.triton.cudagraphs))
-
-
-def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> Options:
-    """Read `torch.compile`'s `mode` and `options`, and the environment.
-
-    Raises:
-        OptionError: unknown key (naming the nearest), wrong type, wrong value.
-    """
-    if options is not None and not isinstance(options, Mapping):
-        raise OptionError(wrong_type("options", options, 'a dict, such as {"recipe": "current"}'))
-    given = dict(options or {})
-    recipe, recipe_source = _take(given, "recipe")
-    backward, backward_source = _take(given, "backward")
-    group, group_source = _take(given, "amax_group")
-    policy, policy_source = _take(given, "policy")
-    own_mode = given.pop("mode", None)
-    if own_mode is not None and mode is not None and own_mode != mode:
-        raise OptionError(f"mode={mode!r} beside options={{'mode': {own_mode!r}}}; give one of them")
-    mode, mode_source = _take({"mode": mode if own_mode is None else own_mode}, "mode")
-    modes = OPTIONS["mode"].choices
-    if mode is not None and mode not in modes:
-        raise OptionError(unknown("mode" if mode_source is None else f"value of {mode_source}", mode, modes))
-    return Options(
-        "auto" if recipe is None else recipe,
-        "recipe" if recipe_source is None else f"recipe of the {recipe_source}:",
-        () if policy is None else _parse_policy(policy, policy_source),
-        "recipe" if policy_source is None else f"recipe of the {policy_source}:",
-        cast(Fallback, _choice(given, "fallback")),
-        cast(Weights, _choice(given, "weights")),
-        cast(Wgrad, _choice(given, "wgrad")),
-        cast(Attention, _choice(given, "attention")),
-        cast(Logits, _choice(given, "logits")),
-        backward,
-        backward_source or "option 'backward'",
-        group,
-        group_source or "option 'amax_group'",
-        mode,
-        _parse_inductor(given),
-    )
-
-
-def tables() -> Path | None:
-    """The folder of the user's tables of measured GEMMs."""
-    folder = os.environ.get(TABLES)
-    return Path(folder).absolute() if folder else None
-
-
-def unknown_variables() -> list[str]:
-    """What to say of variables that are named as ours are and that nothing reads."""
-    known = [*(option.variable for option in OPTIONS.values()), TABLES]
-    ours = (name for name in os.environ if name.startswith("TE_INDUCTOR_") and name not in known)
-    return [unknown("environment variable", name, known) for name in sorted(ours)]
-
-
-def _take(given: dict[str, Any], name: str) -> tuple[Any, str | None]:
-    """An option, or else its environment variable, and what errors call the variable; None where there is neither."""
-    value = given.pop(name, None)
-    if value is not None:
-        return value, None
-    variable = OPTIONS[name].variable
-    text = os.environ.get(variable)
-    return (text, f"environment variable {variable}") if text else (None, None)
-
-
-def _choice(given: dict[str, Any], name: str) -> object:
-    """One of some values."""
-    (value, source), known = _take(given, name), OPTIONS[name].choices
-    value = OPTIONS[name].default if value is None else value
-    if value not in known:
-        raise OptionError(unknown(f"value of {source or f'option {name!r}'}", value, known))
-    return value
 
 
 def _parse_policy(policy: object, source: str | None) -> tuple[tuple[str | Callable[..., bool], object], ...]:
@@ -225,6 +55,185 @@ def _parse_json_policy(text: str, source: str) -> tuple[tuple[str, object], ...]
         if globs.count(glob) > 1:
             raise OptionError(f"{source} has {glob!r} twice; expected each glob once, as the first that matches wins")
     return pairs
+
+
+@dataclass(frozen=True)
+class Option:
+    """A compile option: what `te_inductor.list_options()` returns, what the reader below reads, and a row of the table in
+    docs/guides/options.md."""
+
+    name: str
+    values: str  # that it may have
+    default: object
+    price: str  # of the values that are no default, or of the default where that has one
+    choices: tuple[str, ...] = ()  # the values of a choice, the default first
+    not_of_programs: str = ""  # why a program that is lowered cannot have it, and what to do instead
+    reader: Callable[[Any, str | None], object] | None = field(default=None, repr=False)  # as `read`
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that it comes from where it is not given."""
+        return f"TE_INDUCTOR_{self.name.upper()}"
+
+    def read(self, value: Any, source: str | None) -> object:
+        """The value that was given, or that a variable has, which errors then name."""
+        if self.reader is not None:
+            return self.reader(value, source)
+        if self.choices and value not in self.choices:
+            own = self.name if self.default is None else f"value of option {self.name!r}"  # `mode` is torch's too
+            raise OptionError(unknown(own if source is None else f"value of {source}", value, self.choices))
+        return value
+
+
+def _choices(name: str, price: str, *values: str, not_of_programs: str = "") -> Option:
+    return Option(name, ", ".join(f'"{value}"' for value in values), values[0], price, values, not_of_programs)
+
+
+AOT = "torch._inductor.aoti_compile_and_package(inductor_configs=…)"
+OPTIONS = {
+    one.name: one
+    for one in (
+        Option(
+            "recipe",
+            '"current", "delayed", "rowwise", "block", "mxfp8", "mxfp4", "nvfp4", "nvfp4_weight_only" (for stored weights),'
+            ' "none", "auto" (which is current), or an instance such as te_inductor.recipes.Float8CurrentScaling() or'
+            " CustomRecipe(factory)",
+            "auto",
+            "what a recipe loses in accuracy; casts, which the size rule weighs",
+        ),
+        Option(
+            "policy",
+            "{glob or function: recipe}; the first entry that matches a layer wins",
+            {},
+            "a layer that an entry names is in low precision also where that is slower",
+            reader=_parse_policy,
+        ),
+        Option(
+            "backward",
+            '"high_precision", "dequantized", a recipe as above, or {"dgrad": …, "wgrad": …} of these',
+            None,
+            '"high_precision": GEMMs of the backward as fast as without this package, inputs of layers saved as there;'
+            ' "dequantized": the same GEMMs, and kernels that write their operands',
+            not_of_programs="a program has none",
+        ),
+        _choices("fallback", "none", "warn", "error", "silent"),
+        _choices(
+            "weights",
+            '"once": its copies, 2 bytes a weight in training',
+            *("each_call", "once"),
+            not_of_programs="te_inductor.quantize_(model, recipe) before torch.export stores weights in low precision",
+        ),
+        _choices(
+            "wgrad",
+            '"main_grad": 4 bytes a weight, which the program brings',
+            *("grad", "main_grad", "deferred"),
+            not_of_programs="weight gradients are outputs of the graph",
+        ),
+        _choices("attention", "none", "auto", "as_written"),
+        _choices("logits", '"omit": reading the logits is an error', "keep", "omit"),
+        Option(
+            "amax_group",
+            'a DeviceMesh, a ProcessGroup, the name of one, or "none"',
+            None,
+            "one all-reduce of all amaxes in the forward, and one in the backward",
+            not_of_programs="it is for delayed scaling, which keeps state",
+        ),
+        Option(
+            "mode",
+            '"default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"',
+            None,
+            "as in torch.compile: the memory of CUDA graphs, the time of measuring",
+            ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+            f"give what AOTInductor is to do to {AOT}",
+        ),
+    )
+}
+OWN_OPTIONS = tuple(OPTIONS)
+TABLES = "TE_INDUCTOR_TABLES"  # of no compile: a folder of tables that `te-inductor tune` has written
+
+
+@dataclass(frozen=True)
+class Options:
+    """Parsed options, each by its name. `recipe` and the policy's values are specs (name or instance) that
+    `recipes.resolve` reads, `backward` is one that `recipes.backward_precision` does, `amax_group` one that
+    `amax_groups.resolve` does."""
+
+    recipe: object = "auto"
+    policy: tuple[tuple[str | Callable[..., bool], object], ...] = ()
+    fallback: Fallback = "warn"
+    weights: Weights = "each_call"
+    wgrad: Wgrad = "grad"
+    attention: Attention = "auto"
+    logits: Logits = "keep"
+    backward: object = None
+    amax_group: Any = None
+    mode: str | None = None
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of each that no option gave: what errors call its variable
+
+    def called(self, name: str) -> str:
+        """What errors call an option."""
+        return self.sources.get(name, f"option {name!r}")
+
+    def recipe_called(self, name: str) -> str:
+        """What errors call a recipe that an option has."""
+        return f"recipe of the {self.sources[name]}:" if name in self.sources else "recipe"
+
+    def in_cuda_graphs(self) -> bool:
+        """Whether Inductor records CUDA graphs."""
+        import torch
+        from torch._inductor import config
+
+        patches = torch._TorchCompileInductorWrapper(self.mode, dict(self.inductor), None).config
+        return bool(patches.get("triton.cudagraphs", config.triton.cudagraphs))
+
+
+def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> Options:
+    """Read `torch.compile`'s `mode` and `options`, and the environment.
+
+    Raises:
+        OptionError: unknown key (naming the nearest), wrong type, wrong value.
+    """
+    if options is not None and not isinstance(options, Mapping):
+        raise OptionError(wrong_type("options", options, 'a dict, such as {"recipe": "current"}'))
+    given = dict(options or {})
+    own_mode = given.get("mode")
+    if own_mode is not None and mode is not None and own_mode != mode:
+        raise OptionError(f"mode={mode!r} beside options={{'mode': {own_mode!r}}}; give one of them")
+    given["mode"] = mode if own_mode is None else own_mode
+    found, sources = {}, {}
+    for name, option in OPTIONS.items():
+        value, source = _take(given, name)
+        if source is not None:
+            sources[name] = source
+        if value is not None:
+            found[name] = option.read(value, source)
+    return Options(**found, inductor=_parse_inductor(given), sources=sources)  # type: ignore[arg-type]
+
+
+def tables() -> Path | None:
+    """The folder of the user's tables of measured GEMMs."""
+    folder = os.environ.get(TABLES)
+    return Path(folder).absolute() if folder else None
+
+
+def unknown_variables() -> list[str]:
+    """What to say of variables that are named as ours are and that nothing reads."""
+    known = [*(option.variable for option in OPTIONS.values()), TABLES]
+    ours = (name for name in os.environ if name.startswith("TE_INDUCTOR_") and name not in known)
+    return [unknown("environment variable", name, known) for name in sorted(ours)]
+
+
+def _take(given: dict[str, Any], name: str) -> tuple[Any, str | None]:
+    """An option, or else its environment variable, and what errors call the variable; None where there is neither."""
+    value = given.pop(name, None)
+    if value is not None:
+        return value, None
+    variable = OPTIONS[name].variable
+    text = os.environ.get(variable)
+    return (text, f"environment variable {variable}") if text else (None, None)
 
 
 def _parse_inductor(given: Mapping[str, Any]) -> dict[str, Any]:

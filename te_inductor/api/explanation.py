@@ -90,7 +90,7 @@ def _beside(model: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
 
 def _of_eager(found: Sequence[EagerProduct], names: Names, options: Options) -> Report:
     """Reports layers that no graph has, with the recipes that they would have in one."""
-    default, policy = recipes.resolve(options.recipe), Policy(options.policy, options.policy_name)
+    default, policy = recipes.resolve(options.recipe), Policy(options.policy, options.recipe_called("policy"))
 
     def recipe_of(fqn: str, product: EagerProduct) -> str | None:
         entry = policy.of(names_of(fqn), product.sizes)

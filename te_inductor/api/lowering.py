@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_inductor import lowerings
 from te_inductor.backend import parse, run_passes
-from te_inductor.config import Options
+from te_inductor.config import AOT, OPTIONS, Options
 from te_inductor.diagnostics import announce
 from te_inductor.errors import OptionError, wrong_type
 from te_inductor.passes import pre_grad
@@ -21,14 +21,6 @@ from te_inductor.passes.pre_grad.plan import LoweredPlan, Plan
 from te_inductor.recipes import regions
 
 Program = torch.export.ExportedProgram
-_REMEDIES = {
-    "weights": "te_inductor.quantize_(model, recipe) before torch.export stores weights in low precision",
-    "wgrad": "weight gradients are outputs of the graph",
-    "backward": "a program has none",
-    "mode": "give what AOTInductor is to do to torch._inductor.aoti_compile_and_package(inductor_configs=…)",
-    "inductor": "give Inductor's options to torch._inductor.aoti_compile_and_package(inductor_configs=…)",
-    "amax_group": "it is for delayed scaling, which keeps state",
-}
 
 
 @overload
@@ -108,11 +100,11 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
         OptionError: another is given.
     """
     parsed, default = parse(None, options), Options()
-    for name, remedy in _REMEDIES.items():
-        found = getattr(parsed, name)
-        if found != getattr(default, name):
-            shown = next(iter(found)) if name == "inductor" else name
-            raise OptionError(f"option {shown!r} has no effect on a program that is lowered, expected none: {remedy}")
+    remedies = {one.name: one.not_of_programs for one in OPTIONS.values() if one.not_of_programs}
+    given = [name for name in remedies if getattr(parsed, name) != getattr(default, name)]
+    for name in (*given, *parsed.inductor):
+        remedy = remedies.get(name, f"give Inductor's options to {AOT}")
+        raise OptionError(f"option {name!r} has no effect on a program that is lowered, expected none: {remedy}")
     return parsed
 
 

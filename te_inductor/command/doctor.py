@@ -205,8 +205,8 @@ def _environment() -> tuple[str, str]:
     from te_inductor.recipes import resolve
 
     options = config.parse()
-    resolve(options.recipe, options.recipe_name)
-    Policy(options.policy, options.policy_name)
+    resolve(options.recipe, options.recipe_called("recipe"))
+    Policy(options.policy, options.recipe_called("policy"))
     if wrong := config.unknown_variables():
         return BROKEN, "; ".join(wrong)
     names = sorted(name for name in os.environ if name.startswith(("TE_INDUCTOR_", "TORCHINDUCTOR_", "TORCH_LOGS")))

@@ -39,8 +39,8 @@ def resolve_recipes(plan: Plan) -> None:
     """Give each site its recipe: none where autocast is disabled, else that of the first policy entry that matches it,
     else that of the region, else the default."""
     default = recipes.resolve(plan.options.recipe)
-    backward = resolve_backward(plan.options.backward, plan.options.backward_name)
-    policy = Policy(plan.options.policy, plan.options.policy_name)
+    backward = resolve_backward(plan.options.backward, plan.options.called("backward"))
+    policy = Policy(plan.options.policy, plan.options.recipe_called("policy"))
     for candidate in plan.candidates:
         entry = policy.of(candidate.place.names, candidate.match.sizes)
         weight = compat.shard_of(value(candidate.match.weight))
