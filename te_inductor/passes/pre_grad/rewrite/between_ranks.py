@@ -58,13 +58,18 @@ class GatheredWeights:
                 pair = [graph.call_function(operator.getitem, (found, 2 * place + inverse)) for inverse in range(2)]
                 self.scales[shard, quantizer, dtype] = pair
 
+    def has(self, match: Match) -> bool:
+        """Whether the graph gathers the layer's weight in low precision."""
+        return match.node in self.quantizers and match.gather is not None
+
     def of(
         self, match: Match, weights: Sequence[fx.Node], spec: LayerSpec, known: list[fx.Node] | None = None
     ) -> Sequence[fx.Node]:
         """What a layer of a spec multiplies by: `weights`, or the gathered one. `known` is the scale and its reciprocal
         under delayed scaling."""
-        if match.node not in self.quantizers or match.gather is None:
+        if not self.has(match):
             return weights
+        assert match.gather is not None  # `has` says so
         gather, quantizer, graph = match.gather, self.quantizers[match.node], match.node.graph
         scales = self.scales.get((self.bodies.outer(gather.shard), quantizer, gather.dtype))
         if known is None and scales is not None:

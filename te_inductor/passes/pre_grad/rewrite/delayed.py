@@ -22,8 +22,8 @@ and values]."""
 import itertools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -31,7 +31,6 @@ from torch import fx
 from te_inductor import compat, ops
 from te_inductor.distributed import agreement, amax_groups
 from te_inductor.distributed.amax_groups import OWN, AmaxGroup
-from te_inductor.ops import LayerSpec
 from te_inductor.ops.layers.delayed_scales import Delayed
 from te_inductor.ops.sharded_weight import ranks_of
 from te_inductor.passes.graph.bodies import Bodies
@@ -41,9 +40,8 @@ from te_inductor.passes.graph.values import is_gathered, is_tensor, value
 from te_inductor.passes.graph.writes import Writes
 from te_inductor.passes.pre_grad.decide import merging
 from te_inductor.passes.pre_grad.decide.delayed import GroupsOf
-from te_inductor.passes.pre_grad.rewrite.between_ranks import GatheredWeights
-from te_inductor.passes.pre_grad.rewrite.extras import ExtraArguments, append_input
-from te_inductor.passes.pre_grad.sites.rule import Match, call_layers
+from te_inductor.passes.pre_grad.rewrite.extras import CachedSites, append_input
+from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.delayed import ScaleUpdate
 from te_inductor.runtime.state.misfits import COUNTS
@@ -81,11 +79,19 @@ class _Quantizer:
     group: AmaxGroup | None  # that reduces its amax; None where nothing tells
 
 
+class SiteScales(NamedTuple):
+    """What the layers of one call have of a step."""
+
+    source: Delayed
+    arguments: dict[str, Any]  # of `te_inductor.layers`
+    of_weight: list[fx.Node]  # the weight's scale and reciprocal, which a gather casts by
+
+
 _Groups = dict[AmaxGroup, _ScaleUpdates]  # by what is reduced at once
 
 
 class DelayedSites:
-    """Rewrites the sites of one graph and one recipe. `emit` each, last first; then `finish`."""
+    """The scales of the sites of one graph and one recipe. Ask for those of each, last first; then `finish`."""
 
     def __init__(
         self,
@@ -94,14 +100,13 @@ class DelayedSites:
         recipe: DelayedScaling,
         sites: list[tuple[str, Match]],
         merged: Sequence[Sequence[Match]],
-        extras: ExtraArguments,
+        keeps: CachedSites,
         groups: GroupsOf,
-        gathers: GatheredWeights,
         writes: Writes,
     ) -> None:
         self.bodies, self.inputs, self.slots = bodies, inputs, recipe.slots_of("")
         self.recipe: DelayedScaling = recipe.own  # type: ignore[assignment]  # of which the state is, whatever its backward
-        self.extras, self.groups, self.gathers, self.writes = extras, groups, gathers, writes
+        self.keeps, self.groups, self.writes = keeps, groups, writes
         self.graph = bodies.root.graph
         self.paths = {match.node: path for path, match in sites}
         self.forward: _Groups = {}
@@ -155,24 +160,21 @@ class DelayedSites:
             joined = list(dict.fromkeys(other for reader in group for other in self.shared.get(reader, [reader])))
             self.shared |= dict.fromkeys(joined, joined)
 
-    def emit(self, matches: Sequence[Match], x: fx.Node, weights: Sequence[fx.Node]) -> list[fx.Node]:
-        """Insert the linear layers and what records their operands. The quantizers of merged layers are the first
-        one's."""
+    def scales(
+        self, matches: Sequence[Match], x: fx.Node, weights: Sequence[fx.Node], kept: bool, gathered: bool
+    ) -> SiteScales:
+        """The scales of layers that are one call, of whose quantizers merged layers have the first one's; inserts what
+        records their operands. The weight's copies are `kept`, or `gathered` by the graph, or neither."""
         match, weight = matches[0], weights[0]
         graph, training = x.graph, value(match.node).requires_grad
         of_x = self._quantizer(match, weight, "input")
         # A gathered weight was cast before the call, and has its state there.
         of_weight = None if is_gathered(match.weight) else self._quantizer(match, weight, "weight")
         of_both = self._known(of_weight, graph) if of_weight else []
-        whole = self.gathers.of(match, weights, LayerSpec(self.slots, Delayed(self.recipe, ())), of_both)
-        gathers = whole is not weights
-        known = {"input": self._known(of_x, graph)}
-        if of_both and not gathers:
+        known, more = {"input": self._known(of_x, graph)}, dict[str, Any]()
+        if of_both and not gathered:
             known["weight"] = of_both
-        spec, arguments = self.extras.of(matches, graph, LayerSpec(self.slots))
-        more: dict[str, Any] = dict(arguments)
-        kept = "of_weight" in more
-        exchanging = self._exchanging(match, gathers)
+        exchanging = self._exchanging(match, gathered)
         if exchanging:
             self.in_step |= {one.group for one in (of_x, of_weight) if one and one.group}
             self.inputs.groups |= exchanging
@@ -188,14 +190,14 @@ class DelayedSites:
             self._record(of_x, [x], match)
             if kept and of_weight:  # recorded where the weight is looked at
                 self._add(self.forward, of_weight)
-            elif of_weight and gathers:
+            elif of_weight and gathered:
                 self._record_gathered(of_weight, match)
             elif of_weight:
                 self._record(of_weight, weights, match)
         if kept and of_weight:
-            self.extras.keeps.scale(matches, of_weight.state, of_weight.state.recorded)
-        spec = replace(spec, scales=Delayed(self.recipe, tuple(known)))
-        return call_layers(matches, x, whole, spec, known=list(itertools.chain(*known.values())), **more)
+            self.keeps.scale(matches, of_weight.state, of_weight.state.recorded)
+        more["known"] = list(itertools.chain(*known.values()))
+        return SiteScales(Delayed(self.recipe, tuple(known)), more, of_both)
 
     def _exchanging(self, match: Match, gathers: bool) -> set[AmaxGroup]:
         """The ranks with which a layer exchanges tensors."""

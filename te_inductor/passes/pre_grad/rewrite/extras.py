@@ -4,6 +4,7 @@ their gradients."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -135,11 +136,9 @@ class ExtraArguments:
     keeps: CachedSites
     gradients: GradientSites | None  # None: they go to autograd
 
-    def of(
-        self, matches: Sequence[Match], graph: fx.Graph, spec: LayerSpec
-    ) -> tuple[LayerSpec, dict[str, list[fx.Node]]]:
+    def of(self, matches: Sequence[Match], graph: fx.Graph, spec: LayerSpec) -> tuple[LayerSpec, dict[str, Any]]:
         """The layer's spec with those that there are, and their arguments of `te_inductor.layers` by name."""
-        found: dict[str, list[fx.Node]] = {}
+        found: dict[str, Any] = {}
         kept = self.keeps.of(matches, graph)
         if kept:
             spec, found["of_weight"] = replace(spec, weight=Kept(spec.slots.weight.granularity.two_level)), kept

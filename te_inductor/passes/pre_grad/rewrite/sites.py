@@ -1,5 +1,7 @@
 """The passes that put low-precision layers in the place of the sites that were found to run."""
 
+import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,8 +24,8 @@ from te_inductor.passes.pre_grad.rewrite.extras import (
     check_order,
     refresh_on,
 )
-from te_inductor.passes.pre_grad.sites.rule import Emit, Match, call_layers, replace_layer
-from te_inductor.recipes import DelayedScaling, Slots
+from te_inductor.passes.pre_grad.sites.rule import Match, replace_layer
+from te_inductor.recipes import DelayedScaling, Recipe, Slots
 from te_inductor.recipes.weight_only import fused
 from te_inductor.runtime.extra_inputs import GradientInputs
 from te_inductor.runtime.state.state_inputs import StateInputs
@@ -58,15 +60,11 @@ def rewrite_sites(plan: Plan) -> None:
     groups = {match.node: group for group in merged for match in group}
     gathers = between_ranks.GatheredWeights(Bodies(plan.gm))
     extras = _extras(plan, sites, groups)
-    stateful = _delayed_sites(plan, sites, merged, extras, gathers)
+    stateful = _delayed_sites(plan, sites, merged, extras)
     gathers.add(sites)
     for candidate in reversed(sites):
-        recipe, match = candidate.recipe, candidate.match
-        emit: Emit = (
-            stateful[recipe].emit
-            if isinstance(recipe, DelayedScaling)
-            else _stateless(candidate.slots, extras, gathers)  # type: ignore[arg-type]
-        )
+        match = candidate.match
+        emit = functools.partial(_emit, candidate.slots, extras, gathers, stateful.get(candidate.recipe))  # type: ignore[arg-type]
         group = groups.get(match.node)
         if group is None:
             candidate.rule.rewrite(match, emit)
@@ -108,12 +106,31 @@ def _store_what_learns(plan: Plan) -> None:
                 replace_layer(match, new)
 
 
-def _stateless(slots: Slots, extras: ExtraArguments, gathers: between_ranks.GatheredWeights) -> Emit:
-    def emit(matches: Sequence[Match], x: fx.Node, weights: Sequence[fx.Node]) -> list[fx.Node]:
-        spec, more = extras.of(matches, x.graph, LayerSpec(slots))
-        return call_layers(matches, x, gathers.of(matches[0], weights, spec), spec, **more)
-
-    return emit
+def _emit(
+    slots: Slots,
+    extras: ExtraArguments,
+    gathers: between_ranks.GatheredWeights,
+    delayed_sites: delayed.DelayedSites | None,  # of a recipe that has state
+    matches: Sequence[Match],
+    x: fx.Node,
+    weights: Sequence[fx.Node],  # (N, K) each
+) -> list[fx.Node]:
+    """Inserts `te_inductor.layers` at the graph's insertion point, a node a match; its output dtype is the node's own,
+    which honours torch.autocast."""
+    match, graph, known = matches[0], x.graph, None
+    spec, more = extras.of(matches, graph, LayerSpec(slots))
+    if delayed_sites is not None:
+        scales = delayed_sites.scales(matches, x, weights, "of_weight" in more, gathers.has(match))
+        spec, more, known = replace(spec, scales=scales.source), more | scales.arguments, scales.of_weight
+    weights = gathers.of(match, weights, spec, known)
+    for part in match.parts:
+        spec, of_part = part.emit(spec, graph)
+        more |= of_part
+    biases = [one.bias for one in matches if one.bias is not None]
+    # fx has no name for a constant among arguments.
+    operands: Any = (x, list(weights), biases, spec, value(match.node).dtype)
+    ys = graph.call_function(ops.layers, operands, more)
+    return [graph.call_function(operator.getitem, (ys, place)) for place in range(len(weights))]
 
 
 def _extras(plan: Plan, sites: list[Candidate], groups: dict[fx.Node, list[Match]]) -> ExtraArguments:
@@ -140,8 +157,7 @@ def _delayed_sites(
     sites: list[Candidate],
     merged: list[list[Match]],
     extras: ExtraArguments,
-    gathers: between_ranks.GatheredWeights,
-) -> dict[DelayedScaling, delayed.DelayedSites]:
+) -> dict[Recipe | None, delayed.DelayedSites]:
     by_recipe: dict[DelayedScaling, list[tuple[str, Match]]] = {}
     for site in sites:
         if isinstance(site.recipe, DelayedScaling):
@@ -153,6 +169,6 @@ def _delayed_sites(
     bodies = Bodies(plan.gm)
     groups = GroupsOf(plan.gm.graph, plan.options, plan.inputs, state.held)
     return {
-        recipe: delayed.DelayedSites(bodies, state, recipe, found, merged, extras, groups, gathers, plan.writes)
+        recipe: delayed.DelayedSites(bodies, state, recipe, found, merged, extras.keeps, groups, plan.writes)
         for recipe, found in by_recipe.items()
     }

@@ -5,7 +5,6 @@
 """
 
 import dataclasses
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
@@ -13,10 +12,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import fx
 
-from te_inductor import compat, ops
+from te_inductor import compat
 from te_inductor.diagnostics import Refusal
 from te_inductor.distributed.parallel import Parallel
-from te_inductor.ops import LayerSpec
 from te_inductor.ops.layers.parts import is_turned
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.sites import requirements
@@ -207,22 +205,6 @@ class Rule:
         with match.node.graph.inserting_before(match.node):
             [new] = emit([match], match.operand(), [match.matrices()])
             replace_layer(match, new)
-
-
-def call_layers(
-    matches: Sequence[Match], x: fx.Node, weights: Sequence[fx.Node], spec: LayerSpec, **more: Any
-) -> list[fx.Node]:
-    """Insert `te_inductor.layers` of a spec that says nothing of ranks yet, `more` being arguments of it; its output
-    dtype is the node's own, which honours torch.autocast."""
-    match, graph = matches[0], x.graph
-    biases = [one.bias for one in matches if one.bias is not None]
-    for part in match.parts:
-        spec, of_part = part.emit(spec, graph)
-        more |= of_part
-    # fx has no name for a constant among arguments.
-    operands: Any = (x, list(weights), biases, spec, value(match.node).dtype)
-    ys = graph.call_function(ops.layers, operands, more)
-    return [graph.call_function(operator.getitem, (ys, place)) for place in range(len(weights))]
 
 
 def replace(node: fx.Node, new: fx.Node) -> None:
