@@ -40,8 +40,6 @@ def slots_of_loss(slots: Slots) -> Slots | None:
     The forward is the recipe's own. The gradient of logits is E5M2 with one scale, which is known beforehand: most of it
     are probabilities of words that nobody expects, and the smallest that E4M3 holds with such a scale, 2**-17, is more
     than one in a vocabulary of 131072 words. So the other operands of the backward have one scale too."""
-    if slots.dgrad_operands is not None or slots.wgrad_operands is not None:
-        return None
     if slots.fprop.microscaled or any(one.format.coded for one in (slots.input, slots.weight)):
         return None
     x, weight = column_quantizers(slots)

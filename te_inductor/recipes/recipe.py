@@ -69,6 +69,11 @@ class Slots(Constant):
         )
 
     @property
+    def has_own_backward(self) -> bool:
+        """Whether a GEMM of the backward multiplies other operands than those that are cast here."""
+        return self.dgrad_operands is not None or self.wgrad_operands is not None
+
+    @property
     def casts_gradient(self) -> bool:
         """Whether `grad_output` casts dy, for one GEMM or for both."""
         return self.dgrad_operands is None or self.wgrad_operands is None

@@ -88,8 +88,8 @@ def _why_not_gathered(
             "recipe %r has scales of its rows for fprop and of its columns for dgrad, which no one cast gives",
             site.recipe.name if site.recipe else "none",
         )
-    if slots.multiplies_given:
-        return Refusal("the backward multiplies by the weight itself, or casts it by another recipe")
+    if (of_part := site.match.first_refusal(lambda part: part.refuse_gathered())) is not None:
+        return of_part
     if slots.weight.stochastic or slots.weight.hadamard:
         return Refusal("its cast is not the same for each rank's rows")
     rows = n if scope.whole else n // ranks  # no block may lie in two shards
@@ -163,8 +163,8 @@ def _text(template: str, found: ExchangeNodes, element: str, refusal: Refusal | 
 def _why_not_exchanged(plan: Plan, site: Candidate, found: ExchangeNodes, bodies: Bodies) -> Refusal | None:
     """Why rows are exchanged in high precision."""
     slots: Any = site.slots
-    if slots.dgrad_operands is not None or slots.wgrad_operands is not None:
-        return Refusal("the backward multiplies them in another precision than the forward")
+    if (of_part := site.match.first_refusal(lambda part: part.refuse_exchanged())) is not None:
+        return of_part
     scopes = [slots.input.granularity, slots.grad_output.granularity]
     if not all(scope.whole for scope in scopes):
         return Refusal(

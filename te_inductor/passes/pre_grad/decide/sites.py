@@ -27,6 +27,7 @@ from te_inductor.passes.pre_grad.decide import (
 from te_inductor.passes.pre_grad.decide.policy import Entry, Policy
 from te_inductor.passes.pre_grad.plan import Candidate, LoweredPlan, Plan, Precision, Unlowered
 from te_inductor.passes.pre_grad.sites import requirements
+from te_inductor.passes.pre_grad.sites.own_backward import OwnBackward
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.presentation.report import Unmet
 from te_inductor.recipes import DelayedScaling, Recipe
@@ -59,6 +60,8 @@ def resolve_recipes(plan: Plan) -> None:
         if _region(candidate.place.regions).enabled:
             slots = None if recipe is None or recipe.of_stored_weights else recipe.slots_of(candidate.fqn)
             candidate.precision = Precision(recipe, slots, by_policy)
+            if slots is not None and slots.has_own_backward:
+                candidate.match = candidate.match.having(OwnBackward(slots))
     for site in plan.products.unlowered:
         names, sizes = site.place.names, site.product.sizes
         if not site.outside:
@@ -112,7 +115,6 @@ def check_sites(plan: Plan) -> None:
                 or next(
                     filter(None, (candidate.rule.check_slots(match, slots) for slots in candidate.slots.all())), None
                 )
-                or requirements.backward(value(match.node).dtype, weight, candidate.slots, match.dims > 2)
                 or _refusal_here(match, plan, is_cpp)
             )
             if candidate.refusal is None:

@@ -39,7 +39,7 @@ def refusal(match: Match, slots: Slots, bodies: Bodies, examples: Sequence[objec
     Raises:
         MainGradError: there is a main_grad that does not fit its parameter.
     """
-    if (of_part := match.first_refusal(lambda part: part.refuse_taken())) is not None:
+    if (of_part := match.first_refusal(lambda part: part.refuse_taken(match, options.wgrad == "deferred"))) is not None:
         return of_part
     if not bodies.reaches(match.node.graph):
         return Refusal("inside a control-flow body, which option 'wgrad' does not reach")
@@ -51,8 +51,6 @@ def refusal(match: Match, slots: Slots, bodies: Bodies, examples: Sequence[objec
     if compat.inside_ddp():
         return Refusal("DistributedDataParallel reduces what autograd has of it, in the backward")
     parameter = bodies.held(node, examples)
-    if slots.wgrad.is_high and match.dims > 2:
-        return Refusal("torch's grouped product, which the backward is in high precision, adds to no total")
     if options.wgrad == "deferred":
         return _not_deferred(slots, parameter, value(match.weight).device, options)
     if not isinstance(getattr(parameter, "main_grad", None), torch.Tensor):
@@ -126,8 +124,6 @@ def guard_on_totals(matches: Iterable[Match], bodies: Bodies, examples: Sequence
 
 
 def _not_deferred(slots: Slots, parameter: object, device: torch.device, options: Options) -> Refusal | None:
-    if slots.wgrad.is_high:
-        return Refusal("it multiplies tensors of the program, which may have changed when it runs")
     if targets.of(device).is_gpu and options.in_cuda_graphs():
         return Refusal("its operands would be in a CUDA graph's memory, which the next replay overwrites")
     if slots.wgrad.microscaled and targets.of(device).multiplies(slots.wgrad):

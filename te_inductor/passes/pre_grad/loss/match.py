@@ -11,7 +11,6 @@ from te_inductor.passes.pre_grad.loss.reading import Reading
 from te_inductor.passes.pre_grad.loss.site import LossOfLinear, LossPart, rewrite_in_high_precision
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites.rule import Match
-from te_inductor.passes.pre_grad.sites.tensor_parallel import TensorParallel
 from te_inductor.presentation.report import LossSite, Unmet
 from te_inductor.recipes.losses import slots_of_loss
 from te_inductor.runtime.omitted_logits import OmittedOutput
@@ -66,10 +65,8 @@ def rewrite_losses(plan: Plan) -> None:
 
 def _refusal_of_layer(match: Match) -> Refusal | None:
     """Why no loss of such a layer is computed in chunks."""
-    if match.part(TensorParallel) is not None:
-        return Refusal(
-            "the output layer is tensor parallel: a rank has some of the words, and a loss in chunks reads all of them"
-        )
+    if (of_part := match.first_refusal(lambda part: part.refuse_loss())) is not None:
+        return of_part
     if match.parts or match.before or match.behind or match.dims > 2:
         return Refusal("tensors of the output layer go between ranks, or it is none")
     return None
@@ -89,8 +86,6 @@ def _refusal(plan: Plan, site: Candidate, found: Reading, in_grad_mode: set[fx.N
         return Refusal("gradients are recorded of one of the output layer and its loss")
     if plan.writes.between([*operands, found.product, *found.steps], found.product, found.call):
         return Refusal("the graph writes what the loss is made of")
-    if site.low and site.recipe is not None and site.recipe.backward is not None:
-        return Refusal("its backward is computed with the loss, in the recipe's own precision alone")
     if site.low and site.slots is not None and slots_of_loss(site.slots) is None:
         return Refusal("the products of recipe %r have no backward of a loss", site.recipe.name if site.recipe else "")
     if found.outputs or found.aside:

@@ -64,8 +64,20 @@ class SitePart:
         """Why no copy of the weight is kept."""
         return None
 
-    def refuse_taken(self) -> Refusal | None:
-        """Why the weight's gradient goes to autograd."""
+    def refuse_taken(self, match: "Match", deferred: bool) -> Refusal | None:
+        """Why the weight's gradient goes to autograd, whether it is wanted at once or `deferred`."""
+        return None
+
+    def refuse_gathered(self) -> Refusal | None:
+        """Why the graph does not gather the weight in low precision."""
+        return None
+
+    def refuse_exchanged(self) -> Refusal | None:
+        """Why rows go between ranks in high precision."""
+        return None
+
+    def refuse_loss(self) -> Refusal | None:
+        """Why a loss behind the layer is not computed with it."""
         return None
 
     def may_merge(self, match: "Match", slots: Slots) -> bool:

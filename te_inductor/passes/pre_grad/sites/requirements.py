@@ -91,22 +91,6 @@ def not_stored(recipe: Recipe, weight: torch.Tensor, form: str, plain: bool) -> 
     return None
 
 
-def backward(dtype: torch.dtype, weight: torch.Tensor, slots: Slots, experts: bool) -> Refusal | None:
-    """What a backward in another precision asks for, of a layer that computes in `dtype`."""
-    if isinstance(weight, GatheredWeight) and slots.multiplies_given:
-        return Refusal(
-            "the backward multiplies by the weight itself, which was gathered in low precision; backward='dequantized'"
-            " multiplies by what was gathered"
-        )
-    if experts and dtype != torch.bfloat16 and (slots.dgrad.is_high or slots.wgrad.is_high):
-        return Refusal(
-            "the backward of experts in high precision is torch's grouped product, which it compiles for bfloat16 alone,"
-            " here is %s",
-            str(dtype).removeprefix("torch."),
-        )
-    return None
-
-
 def _is_emulated(slots: Slots, device: torch.device) -> bool:
     return slots.fprop.microscaled and not targets.of(device).multiplies(slots.fprop)
 

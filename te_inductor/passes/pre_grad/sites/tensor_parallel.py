@@ -43,8 +43,13 @@ class TensorParallel(SitePart):
     def refuse_kept(self, slots: Slots) -> Refusal | None:
         return Refusal("copies of weights that are sharded over ranks are not kept")
 
-    def refuse_taken(self) -> Refusal | None:
+    def refuse_taken(self, match: "Match", deferred: bool) -> Refusal | None:
         return Refusal("the weight is sharded over ranks, and autograd says how its gradient is")
+
+    def refuse_loss(self) -> Refusal | None:
+        return Refusal(
+            "the output layer is tensor parallel: a rank has some of the words, and a loss in chunks reads all of them"
+        )
 
     def may_merge(self, match: "Match", slots: Slots) -> bool:
         """A DTensor does not say how its views are laid out."""
