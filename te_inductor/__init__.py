@@ -31,12 +31,15 @@ if TYPE_CHECKING:
     from te_inductor.api.rollouts import rollout as rollout
     from te_inductor.api.saved_state import load_state_dict as load_state_dict
     from te_inductor.api.saved_state import state_dict as state_dict
+    from te_inductor.api.statistics import statistics as statistics
     from te_inductor.api.streaming import quantization_config as quantization_config
     from te_inductor.api.streaming import stream_quantized as stream_quantized
     from te_inductor.api.written_checkpoints import quantized_state_dict as quantized_state_dict
     from te_inductor.backend import te as te
     from te_inductor.presentation.report import Report as Report
     from te_inductor.presentation.report import Site as Site
+    from te_inductor.presentation.statistics import SlotStatistics as SlotStatistics
+    from te_inductor.presentation.statistics import Statistics as Statistics
     from te_inductor.recipes.regions import autocast as autocast
     from te_inductor.runtime.gradients.deferred_wgrads import backward_dw as backward_dw
 
@@ -65,10 +68,13 @@ _HOME = {  # of each name, the module that has it, or is it
     "refresh_rollout": "te_inductor.api.rollouts",
     "rollout": "te_inductor.api.rollouts",
     "state_dict": "te_inductor.api.saved_state",
+    "statistics": "te_inductor.api.statistics",
     "stream_quantized": "te_inductor.api.streaming",
     "te": "te_inductor.backend",
     "Report": "te_inductor.presentation.report",
     "Site": "te_inductor.presentation.report",
+    "SlotStatistics": "te_inductor.presentation.statistics",
+    "Statistics": "te_inductor.presentation.statistics",
 }
 
 _LIGHT = (  # which need no ops

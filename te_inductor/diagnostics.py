@@ -154,10 +154,10 @@ def without_amaxes(fqns: Iterable[str], calls: int) -> str:
     )
 
 
-def misfitting(counts: Iterable[tuple[str, tuple[int, int, int, int]]]) -> str:
+def misfitting(counts: Iterable[tuple[str, tuple[int, ...]]]) -> str:
     """The text of the warning about scales of delayed scaling that did not suit their tensors; `counts` are
     `runtime.state.misfits.Misfits`, by tensor."""
-    found = sorted((first, name, cut, coarse, steps) for name, (steps, cut, coarse, first) in counts if first)
+    found = sorted((first, name, cut, coarse, steps) for name, (steps, cut, coarse, first, *_) in counts if first)
     lines = [
         f"  {name}: from its step {first} on, values were cut off in {cut} and digits lost in {coarse} of {steps} steps"
         for first, name, cut, coarse, steps in found[:8]

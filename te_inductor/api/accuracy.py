@@ -17,14 +17,21 @@ from te_inductor import ops
 from te_inductor.api.accuracy_figures import AccuracyReport, GemmAccuracy, OperandAccuracy
 from te_inductor.api.tracing import traced
 from te_inductor.backend import parse, run_passes
+from te_inductor.config import Options
 from te_inductor.errors import OptionError, wrong_type
 from te_inductor.numerics import blocks, microscaling
+from te_inductor.ops.casts import ScalePair
+from te_inductor.passes.graph.bodies import Bodies
+from te_inductor.passes.graph.module_path import holder_path
+from te_inductor.passes.graph.owners import owner_of
 from te_inductor.passes.pre_grad import DECIDE
 from te_inductor.passes.pre_grad.decide.report import plain
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.presentation.report import Report, merge
-from te_inductor.recipes import Gemm, Quantizer, Slots
+from te_inductor.recipes import Gemm, Quantizer, Recipe, Slots
+from te_inductor.runtime.state.state_sites import SLOTS, StateSite, weight_site
 
+LiveScale = Callable[[Tensor, StateSite, Recipe], Tensor | None]  # of a parameter's quantizer
 _SLACK = 1 + 2**-20  # of a scale's roundings: the amax itself is not saturated
 
 
@@ -47,7 +54,19 @@ def accuracy_report(
         OptionError, RecipeError: the options are wrong; `loss` returns no scalar.
         FallbackError: there was nothing to trace, with ``fallback="error"``; else a warning says so.
     """
-    parsed = parse(None, options)
+    return accuracy_of(model, inputs, kwargs, parse(None, options), loss)
+
+
+def accuracy_of(
+    model: Callable[..., Any],
+    inputs: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    parsed: Options,
+    loss: Callable[[Any], Tensor] | None,
+    scale_of: LiveScale | None = None,
+) -> AccuracyReport:
+    """`accuracy_report` of parsed options. A tensor is measured with the scale that `scale_of` finds, else with its
+    own."""
     if loss is not None and not callable(loss):
         raise OptionError(wrong_type("loss", loss, "a function of the model's output"))
     recorder = _Recorder()
@@ -57,7 +76,7 @@ def accuracy_report(
         recorder.reports.append(run_passes(plan, DECIDE))
         for candidate in plan.candidates:
             if candidate.low:
-                recorder.watch(candidate)
+                recorder.watch(candidate, {} if scale_of is None else _known(plan, candidate, scale_of))
         for module in plan.graph_modules():
             module.recompile()
         return gm.forward
@@ -65,6 +84,24 @@ def accuracy_report(
     with traced(model, backend, parsed.fallback) as run:
         _run_backward(scalar_of(run(*inputs, **kwargs), loss))
     return AccuracyReport(recorder.gemms(), merge(recorder.reports).sites)
+
+
+def _known(plan: Plan, candidate: Candidate, scale_of: LiveScale) -> dict[str, ScalePair]:
+    """The scales of a layer's tensors that are not their own, by slot."""
+    bodies, recipe = Bodies(plan.gm), candidate.recipe
+    owner = owner_of(candidate.match.weight, bodies)
+    if owner is None or recipe is None:
+        return {}
+    node = owner.parameter
+    held = node.op == "get_attr"
+    parameter = plan.gm.get_parameter(str(node.target)) if held else plan.inputs[bodies.place_of(node)]
+    found = {}
+    for slot in SLOTS:
+        site = StateSite(candidate.module, holder_path(node), owner.part, slot)
+        scale = scale_of(parameter, weight_site(owner.part) if slot == "weight" else site, recipe)
+        if scale is not None:
+            found[slot] = ScalePair(scale.clone(), scale.reciprocal())
+    return found
 
 
 def scalar_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
@@ -135,6 +172,7 @@ class _MeasuredLayer:
     candidate: Candidate
     slots: Slots
     shapes: dict[str, tuple[Any, int, int]]
+    known: dict[str, ScalePair] = field(default_factory=dict)  # scales that are not the tensor's own, by slot
     operands: dict[tuple[str, str], _Sums] = field(default_factory=dict)  # by GEMM and tensor
     products: dict[str, _Sums] = field(default_factory=dict)
 
@@ -142,6 +180,11 @@ class _MeasuredLayer:
         """The slots that cast the operands of a GEMM."""
         operands = getattr(self.slots, f"{gemm}_operands", None)
         return self.slots if operands is None or operands.slots is None else operands.slots
+
+    def operand(self, tensor: str, x: Tensor, slots: Slots, columnwise: bool) -> "tuple[_Operand, _Operand | None]":
+        """The copies of a tensor that some slots make; the layer's own have the scale that is known."""
+        known = self.known.get(tensor) if slots is self.slots else None
+        return _operands(tensor, x, getattr(slots, tensor), columnwise, known)
 
     def see(self, gemm: Gemm, a: "_Operand", b: "_Operand") -> None:
         for operand in (a, b):
@@ -167,8 +210,10 @@ class _Operand:
         self.limit = scale.expand(self.exact.shape) * factor * quantizer.format.max
 
 
-def _operands(tensor: str, x: Tensor, quantizer: Quantizer, columnwise: bool) -> tuple[_Operand, _Operand | None]:
-    row, column = ops.copies([x], 0, quantizer, None, columnwise=columnwise)
+def _operands(
+    tensor: str, x: Tensor, quantizer: Quantizer, columnwise: bool, known: ScalePair | None
+) -> tuple[_Operand, _Operand | None]:
+    row, column = ops.copies([x], 0, quantizer, known if quantizer.granularity.whole else None, columnwise=columnwise)
     assert row is not None
     rowwise = _Operand(tensor, x, row, quantizer, transformed=False)
     if column is None:
@@ -183,12 +228,12 @@ class _Recorder:
         self.reports: list[Report] = []
         self.layers: list[_MeasuredLayer] = []
 
-    def watch(self, candidate: Candidate) -> None:
+    def watch(self, candidate: Candidate, known: dict[str, ScalePair]) -> None:
         match, slots = candidate.match, candidate.slots
         assert slots is not None  # of a layer that is low
         graph, place = match.node.graph, len(self.layers)
         low = {gemm: shape for gemm, shape in match.gemms() if not getattr(slots, gemm).is_high}
-        self.layers.append(_MeasuredLayer(candidate, slots, low))
+        self.layers.append(_MeasuredLayer(candidate, slots, low, known))
         with graph.inserting_after(match.node):
             seen = graph.call_function(self.see, (match.node, match.x, match.weight, place, match.transposed))
         match.node.replace_all_uses_with(seen, delete_user_cb=lambda user: user is not seen)
@@ -226,23 +271,23 @@ def _see(layer: _MeasuredLayer, x: Tensor, weight: Tensor) -> Callable[[Tensor],
     """Measure fprop; what is returned measures dgrad and wgrad, given dy."""
     slots, gemms = layer.slots, layer.shapes
     dgrad, wgrad = layer.slots_of("dgrad"), layer.slots_of("wgrad")
-    x_row, x_col = _operands("input", x, slots.input, "wgrad" in gemms and wgrad is slots)
-    w_row, w_col = _operands("weight", weight.detach(), slots.weight, "dgrad" in gemms and dgrad is slots)
+    x_row, x_col = layer.operand("input", x, slots, "wgrad" in gemms and wgrad is slots)
+    w_row, w_col = layer.operand("weight", weight.detach(), slots, "dgrad" in gemms and dgrad is slots)
     layer.see(slots.fprop, x_row, w_row)
     if "wgrad" in gemms and wgrad is not slots:
-        x_col = _operands("input", x, wgrad.input, True)[1]
+        x_col = layer.operand("input", x, wgrad, True)[1]
     if "dgrad" in gemms and dgrad is not slots:
-        w_col = _operands("weight", weight.detach(), dgrad.weight, True)[1]
+        w_col = layer.operand("weight", weight.detach(), dgrad, True)[1]
 
     @torch.no_grad()
     def see_gradient(dy: Tensor) -> None:
         alike = dgrad.grad_output == wgrad.grad_output
         if w_col is not None:
-            g_row, g_col = _operands("grad_output", dy, dgrad.grad_output, x_col is not None and alike)
+            g_row, g_col = layer.operand("grad_output", dy, dgrad, x_col is not None and alike)
             layer.see(slots.dgrad, g_row, w_col)
         if x_col is not None:
             if w_col is None or not alike:
-                _, g_col = _operands("grad_output", dy, wgrad.grad_output, True)
+                _, g_col = layer.operand("grad_output", dy, wgrad, True)
             assert g_col is not None  # it was asked for
             layer.see(slots.wgrad, g_col, x_col)
 

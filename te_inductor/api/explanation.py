@@ -12,6 +12,7 @@ from te_inductor import recipes, targets
 from te_inductor.api.eager_products import EagerProduct, EagerProducts, Names, report_of
 from te_inductor.api.expectation import GraphMemory, expected_of, memory_of
 from te_inductor.api.lowering import Program, parse_options, plan_of
+from te_inductor.api.statistics import statistics
 from te_inductor.api.tracing import traced
 from te_inductor.backend import parse, run_passes
 from te_inductor.config import Options
@@ -25,7 +26,12 @@ from te_inductor.presentation.report import Report, merge
 
 
 def explain(
-    model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] | None = None, target: Any = None, **kwargs: Any
+    model: Callable[..., Any],
+    *inputs: Any,
+    options: Mapping[str, Any] | None = None,
+    target: Any = None,
+    live: Any = None,
+    **kwargs: Any,
 ) -> Report:
     """What `torch.compile(model, backend="te", options=options)` would do with each linear layer, and why not. Of an
     exported program, which takes no inputs here: what `te_inductor.lower` would.
@@ -40,6 +46,9 @@ def explain(
     the CPU, or on the meta device (built under ``with torch.device("meta")``), where it takes no memory and inputs go to
     the meta device, too. A `target` that is no string is an argument of the model's.
 
+    With ``live=compiled``, a compiled model that trains, the report has its `statistics`. A `live` that is no module is
+    an argument of the model's.
+
     Raises:
         OptionError, RecipeError: the options are wrong, or a recipe's factory is, a program was given inputs or a target, or
             there is no such target.
@@ -47,12 +56,26 @@ def explain(
     """
     if target is not None and not isinstance(target, str):
         target, kwargs = None, {**kwargs, "target": target}
+    if live is not None and not isinstance(live, nn.Module):
+        live, kwargs = None, {**kwargs, "live": live}
     there = None if target is None else targets.by_name(target)
     if isinstance(model, Program):
-        return _of_program(model, options, bool(inputs or kwargs), there)
+        return _of_program(model, options, bool(inputs or kwargs), there, live)
     if there is not None:
         inputs, kwargs = _beside(model, inputs, kwargs)
-    parsed, eager = parse(None, options), EagerProducts()
+    report = _of_run(model, inputs, kwargs, parse(None, options), there)
+    return report if live is None else replace(report, statistics=statistics(live))
+
+
+def _of_run(
+    model: Callable[..., Any],
+    inputs: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    parsed: Options,
+    there: targets.Target | None,
+) -> Report:
+    """Traces the model while it runs on the inputs, and decides about each graph."""
+    eager = EagerProducts()
     reports: list[Report] = []
     times: list[Times] = []
     memory: list[GraphMemory] = []
@@ -73,8 +96,10 @@ def explain(
     return replace(report, speedup=_sentence(times), expected=expected)
 
 
-def _of_program(program: Program, options: Mapping[str, Any] | None, has_inputs: bool, there: object) -> Report:
-    for given, what in ((there is not None, "a target"), (has_inputs, "inputs")):
+def _of_program(
+    program: Program, options: Mapping[str, Any] | None, has_inputs: bool, there: object, live: object
+) -> Report:
+    for given, what in ((there is not None, "a target"), (has_inputs, "inputs"), (live is not None, "a live model")):
         if given:
             raise OptionError(f"explain was given {what} beside an exported program, which has its own; expected none")
     return run_passes(plan_of(program, parse_options(options)), DECIDE_EXPORTED)

@@ -65,10 +65,10 @@ def state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 def _state_dict(model: nn.Module) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
-    for parameter, names in _parameters(model):
-        entries = _places(store.loaded_of(parameter), names)
-        entries |= {place: found.save() for place, found in _places(store.states_of(parameter), names).items()}
-        for place in sorted(entries, key=lambda place: (place.alias, place.use, SLOTS.index(place.slot))):
+    for parameter, names in parameters_of(model):
+        entries = places_of(store.loaded_of(parameter), names)
+        entries |= {place: found.save() for place, found in places_of(store.states_of(parameter), names).items()}
+        for place in sorted(entries, key=order_of):
             for field, tensor in entries[place].items():
                 state[f"{name_of(place, names)}.{field}"] = tensor.clone()
     return state
@@ -95,7 +95,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool 
 
 def _load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool) -> Keys:
     owners = {
-        base_of(name): (p, names, i) for p, names in _parameters(model, bool(state)) for i, name in enumerate(names)
+        base_of(name): (p, names, i) for p, names in parameters_of(model, bool(state)) for i, name in enumerate(names)
     }
     found: dict[tuple[str, str, str], dict[str, Tensor]] = {}
     unexpected = []
@@ -136,7 +136,7 @@ def _target(
     return parameter, next(iter(same_site(waiting, site)), site)
 
 
-def _places(sites: Mapping[StateSite, T], names: Sequence[str]) -> dict[Place, T]:
+def places_of(sites: Mapping[StateSite, T], names: Sequence[str]) -> dict[Place, T]:
     """What belongs to a parameter's sites, as a user sees them who knows it by these names."""
     places: dict[Place, StateSite] = {}
     for site in sites:
@@ -152,7 +152,17 @@ def _places(sites: Mapping[StateSite, T], names: Sequence[str]) -> dict[Place, T
     return {place: sites[site] for place, site in places.items()}
 
 
-def _parameters(model: nn.Module, loading: bool = False) -> list[tuple[Tensor, tuple[str, ...]]]:
+def order_of(place: Place) -> tuple[int, str, int]:
+    """The order of a parameter's entries."""
+    return place.alias, place.use, SLOTS.index(place.slot)
+
+
+def parameters_of(model: nn.Module, loading: bool = False) -> list[tuple[Tensor, tuple[str, ...]]]:
+    """The parameters of a model as graphs see them, each with all its names.
+
+    Raises:
+        StateError: `model` is no module, or what a graph sees of a parameter cannot be found.
+    """
     if not isinstance(model, nn.Module):
         raise StateError(wrong_type("model", model, "the module that was compiled, or one that holds it"))
     named = [(without_wrappers(name), p) for name, p in model.named_parameters(remove_duplicate=False)]

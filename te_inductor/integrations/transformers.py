@@ -1,4 +1,4 @@
-"""transformers' Trainer: the state of delayed scaling in its checkpoints.
+"""transformers' Trainer: the state of delayed scaling in its checkpoints, and statistics of a run.
 
 Source: transformers 5.23 (5.17 is alike), trainer.py, trainer_callback.py; trainer_utils.py has the folders' names."""
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from te_inductor.api.saved_state import load_state_dict, state_dict
+from te_inductor.integrations.statistics_log import StatisticsLog
 from te_inductor.integrations.versions import parts_of
 
 with parts_of("transformers"):
@@ -38,6 +39,17 @@ class ScalingStateCallback(TrainerCallback):  # type: ignore[misc]
         path = _folder(args, state) / FILE
         if state.global_step and path.exists():
             load_state_dict(_model(given), torch.load(path, map_location="cpu"))
+
+
+class StatisticsCallback(TrainerCallback):  # type: ignore[misc]
+    """Writes statistics of the model that trains: ``StatisticsCallback(StatisticsLog("statistics.jsonl"))``."""
+
+    def __init__(self, log: StatisticsLog) -> None:
+        self.log = log
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        """Called behind each step of the optimizer."""
+        self.log.note(_model(given), state.global_step, state.is_world_process_zero)
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
+from te_inductor.presentation.statistics import Statistics
+
 
 @dataclass(frozen=True)
 class Site:
@@ -172,6 +174,7 @@ class Report:
     speedup: str | None = None  # a sentence about what low precision saves, of `explain`
     weights: list[GraphWeight] = field(default_factory=list)  # what the size rule weighed, a graph each
     expected: Expected | None = None  # on the device that `explain` was asked about
+    statistics: Statistics | None = None  # of the compiled model that `explain` was given
 
     @property
     def fallbacks(self) -> list[Site]:

@@ -89,6 +89,7 @@ def tail(report: "Report") -> list[str]:
     lines += attention(report) + losses(report)
     lines += [report.speedup] if report.speedup else []
     lines += [str(report.expected)] if report.expected else []
+    lines += [str(report.statistics)] if report.statistics else []
     return lines + ([report.failure] if report.failure else [])
 
 

@@ -11,7 +11,7 @@ LARGEST_RECORD = 16
 # Pairs of folders that import each other.
 CYCLES = 1
 # Names that mean several things in the package: users import a callback of each framework.
-REPEATED_CLASSES = frozenset(("ScalingStateCallback",))
+REPEATED_CLASSES = frozenset(("ScalingStateCallback", "StatisticsCallback"))
 
 
 def test_functions_and_records_stay_small():

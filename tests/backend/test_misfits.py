@@ -1,5 +1,6 @@
 """Note [Scales that do not suit] in runtime/state/misfits.py: amaxes far from their histories are counted."""
 
+import math
 import re
 import warnings
 
@@ -103,7 +104,17 @@ def test_what_counts():
         state = [list(torch.tensor([*cases])), [torch.ones(()) for _ in cases], [torch.zeros(4) for _ in cases]]
         delayed.update_scales(*state, ScaleUpdate(DelayedScaling(amax_history_len=4), "e4m3"), misfits=counts, own=own)
     expected = [[3, 2 * cut, 2 * lost, 2 * (cut + lost)] for cut, lost in cases.values()]
-    assert counts.tolist() == expected
+    assert counts[:, :4].tolist() == expected
+    assert counts[:, 4].tolist() == [3 * (not math.isfinite(amax)) for amax in cases]
+    assert not counts[:, 5].any()  # a scale of 1 is none to jump from
+
+
+@pytest.mark.parametrize(("amax", "jumps"), [(1.0, 0), (15.9, 0), (16.1, 1), (1 / 15.9, 0), (1 / 16.1, 1)])
+def test_a_scale_that_jumps(amax, jumps):
+    recipe, counts = DelayedScaling(amax_compute_algo="most_recent"), torch.zeros(1, misfits.COUNTS, dtype=torch.int32)
+    state = [torch.tensor(amax)], [torch.tensor(448.0)], [torch.zeros(recipe.amax_history_len)]
+    delayed.update_scales(*state, ScaleUpdate(recipe, "e4m3"), misfits=counts)
+    assert Misfits(*counts[0].tolist()).jumps == jumps
 
 
 def test_the_host_does_not_wait(monkeypatch):
@@ -116,7 +127,7 @@ def test_the_host_does_not_wait(monkeypatch):
             return arrived[0]
 
     monkeypatch.setattr(misfits, "_behind", lambda tensor: (copies.append(tensor), Event())[1])
-    watch = Watch([torch.tensor([[5, 1, 0, 4]], dtype=torch.int32)])
+    watch = Watch([torch.tensor([[5, 1, 0, 4, 0, 0]], dtype=torch.int32)])
     assert [watch.look() for _ in range(3)] == [None] * 3 and len(copies) == 1
     arrived[0] = True
     assert watch.look() == [Misfits(steps=5, cut=1, coarse=0, first=4)]

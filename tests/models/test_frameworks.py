@@ -1,5 +1,6 @@
 """Frameworks that compile by themselves, given the backend's name."""
 
+import json
 import os
 import subprocess
 import sys
@@ -77,12 +78,15 @@ def test_a_trainer_resumes_with_its_scales(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     from examples.trainer import trainer
+    from te_inductor.integrations.statistics_log import StatisticsLog
+    from te_inductor.integrations.transformers import StatisticsCallback
 
     monkeypatch.setenv("TE_INDUCTOR_RECIPE", "delayed")
 
     def trained(resume: bool):
         torch._dynamo.reset()
         run = trainer(tmp_path, 4)
+        run.add_callback(StatisticsCallback(StatisticsLog(tmp_path / f"{resume}.jsonl", every=2)))
         run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2") if resume else None)
         return run
 
@@ -94,6 +98,9 @@ def test_a_trainer_resumes_with_its_scales(tmp_path, monkeypatch):
     assert found.keys() == scales.keys() and all(torch.equal(found[key], scales[key]) for key in scales)
     for one, other in zip(whole.model.parameters(), cut.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-7)
+    noted = {name: (tmp_path / f"{name}.jsonl").read_text().splitlines() for name in (False, True)}
+    assert [json.loads(line)["step"] for line in noted[False]] == [2, 4]
+    assert [json.loads(line)["step"] for line in noted[True]] == [4] and json.loads(noted[True][0])["slots"]
     assert cut.evaluate()["eval_loss"] == pytest.approx(whole.evaluate()["eval_loss"], rel=1e-5)
 
 

@@ -1,5 +1,8 @@
 """Lightning's Trainer and Fabric, given the backend's name."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -46,3 +49,17 @@ def test_fabric_runs_in_low_precision(run):
     fresh()
     _, high = run.trained_by_fabric(3, recipe="none")
     assert low != high and low == pytest.approx(high, rel=0.05)
+
+
+def test_statistics_are_written(run, tmp_path):
+    """A trainer calls the callback behind each batch with what it reads: the step, and whether it is the first rank."""
+    from te_inductor.integrations.lightning import StatisticsCallback
+    from te_inductor.integrations.statistics_log import StatisticsLog
+
+    model = run.trained(tmp_path, 2)
+    callback = StatisticsCallback(StatisticsLog(tmp_path / "statistics.jsonl", every=2))
+    for step in (1, 2, 2):
+        trainer = SimpleNamespace(global_step=step, is_global_zero=True)
+        callback.on_train_batch_end(trainer, model, None, None, step)
+    [line] = (tmp_path / "statistics.jsonl").read_text().splitlines()
+    assert json.loads(line)["step"] == 2 and json.loads(line)["slots"]

@@ -149,6 +149,7 @@ def test_a_steps_end_compiles(reduced: bool, arch: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from te_inductor.runtime.state.misfits import COUNTS
     from te_inductor.templates.triton.scale_updates import collect_amaxes, update_each
 
     def compiled(kernel, kinds: dict[str, str], constants: dict[str, object]) -> str:
@@ -160,6 +161,7 @@ def test_a_steps_end_compiles(reduced: bool, arch: int) -> None:
     kinds = {"table": "*i64", "misfits": "*i32", "count": "i32"} | dict.fromkeys(("largest", "least", "most"), "fp32")
     kinds |= {"reduced": "*fp32"} if reduced else {}
     sizes = {"LENGTH": 1024, "BLOCK": 1024, "MOST_RECENT": False, "OWN": False, "TINY": 2.0**-126, "LARGEST": 3e38}
+    sizes |= {"JUMP": 16.0, "COUNTS": COUNTS}
     ptx = compiled(update_each, kinds, sizes | ({} if reduced else {"reduced": None}))
     assert "div.rn.f32" in ptx and ".local" not in ptx and "bar.sync" in ptx
     if reduced:

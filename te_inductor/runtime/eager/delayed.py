@@ -22,6 +22,7 @@ from te_inductor.runtime.eager import Written
 
 FP32_TINY = torch.finfo(torch.float32).tiny  # a smaller scale has no finite reciprocal
 FP32_MAX = torch.finfo(torch.float32).max
+JUMP = 16.0  # by a larger factor one update seldom moves a scale
 
 
 def read_scales(scales: list[Tensor]) -> list[Tensor]:
@@ -43,25 +44,27 @@ def update_scales(
     histories: list[Written],
     update: ScaleUpdate,
     read: list[Tensor] | None = None,  # what `read_scales` returned, which has to run before
-    misfits: Written | None = None,  # (n, 4) int32, of which runtime/state/misfits.py tells
+    misfits: Written | None = None,  # (n, COUNTS) int32, of which runtime/state/misfits.py tells
     own: bool = False,  # whether this step cast by own amaxes
 ) -> None:
     """End of a step: each quantizer's recorded amax enters its history, and its scale follows. `misfits` counts whether
-    the old scale suited the amax.
+    the old scale suited the amax, and what else `Misfits` has.
 
     A recorded amax of 0, inf or NaN is no observation: it enters no history, so it freezes no scale. Where the window
     holds no observation the scale stays.
     """
     amax, old, history = torch.stack(amaxes), torch.stack(scales), torch.stack(histories)
     recipe = update.recipe
+    nonfinite = ~(amax < torch.inf)
     amax = torch.where((amax > 0) & (amax < torch.inf), amax, 0.0)  # first, so that no rank's NaN hides another's amax
     if reduces(update):
         reduce(amax, update)
     seen = amax > 0
-    if misfits is not None:
-        _count_misfits(misfits, amax, old, update, own)
     history[:, 0] = amax
     scale = scale_of(_chosen_amax(history, recipe.amax_compute_algo), old, update)
+    if misfits is not None:
+        jumps = (old != 1) & ((scale > JUMP * old) | (scale * JUMP < old))  # 1: it had none
+        _count_misfits(misfits, amax, old, update, own, nonfinite, jumps)
     rolled = torch.cat([torch.zeros_like(history[:, :1]), history[:, 2:], history[:, :1]], 1)[:, : history.shape[1]]
     rest = torch.cat([torch.zeros_like(history[:, :1]), history[:, 1:]], 1)
     torch._foreach_copy_(
@@ -71,15 +74,18 @@ def update_scales(
     torch._foreach_zero_(list(map(_without_version, amaxes)))
 
 
-def _count_misfits(misfits: Tensor, amax: Tensor, scale: Tensor, update: ScaleUpdate, own: bool) -> None:
+def _count_misfits(
+    misfits: Tensor, amax: Tensor, scale: Tensor, update: ScaleUpdate, own: bool, nonfinite: Tensor, jumps: Tensor
+) -> None:
     least, most = update.suitable
     cut, coarse = amax * scale > most, (amax > 0) & (amax * scale < least)
-    steps, cuts, losses, first = misfits.unbind(1)
+    steps, cuts, losses, first, *others = misfits.unbind(1)
     steps = steps + 1
     if not own:
         first = torch.where((first == 0) & (cut | coarse), steps, first)
         cuts, losses = cuts + cut, losses + coarse
-    _without_version(misfits).copy_(torch.stack([steps, cuts, losses, first], 1))
+    others = [count + new for count, new in zip(others, (nonfinite, jumps), strict=True)]
+    _without_version(misfits).copy_(torch.stack([steps, cuts, losses, first, *others], 1))
 
 
 def reduces(update: ScaleUpdate) -> bool:

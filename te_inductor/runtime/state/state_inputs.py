@@ -189,12 +189,12 @@ class StateInputs(ExtraInputs):
 
     def _watch(self, states: Sequence[QuantizerState], inputs: Sequence[Any]) -> Watch:
         """What counts the misfits of each update."""
-        firsts = [states[update[0].place].amax for update in self.updated]
-        if not firsts or isinstance(firsts[0], FakeTensor):
-            pairs = zip(firsts, self.examples[3 * len(self.quantizers) :], strict=True)
-            return Watch([amax.new_empty(one.shape, dtype=one.dtype) for amax, one in pairs], told=True)
+        updated = [[states[q.place] for q in update] for update in self.updated]
+        if not updated or updated[0][0].is_fake:
+            pairs = zip(updated, self.examples[3 * len(self.quantizers) :], strict=True)
+            return Watch([update[0].amax.new_empty(one.shape, dtype=one.dtype) for update, one in pairs], told=True)
         names = [[repr(q.readers[0].key.site) for q in update] for update in self.updated]
-        return watch_of(self._parameter(self.updated[0][0].readers[0], inputs), names, firsts)
+        return watch_of(self._parameter(self.updated[0][0].readers[0], inputs), names, updated)
 
     def _note_misfits(self, watch: Watch) -> None:
         """Say once a model which scales did not suit their tensors, as soon as the host knows."""

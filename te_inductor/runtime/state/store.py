@@ -217,6 +217,12 @@ def states_of(parameter: Tensor) -> dict[StateSite, QuantizerState]:
     return {key.site: state for key, state in _states.get(parameter, {}).items()}
 
 
+def quantizers_of(parameter: Tensor) -> dict[Key, QuantizerState]:
+    """The state of every quantizer that some compile has made for a parameter, the one whose graph was new last behind
+    the others."""
+    return dict(_states.get(parameter, {}))
+
+
 def any_state() -> bool:
     """Whether any parameter of this process has state, or state that waits."""
     return len(_states) > 0 or len(_loaded) > 0

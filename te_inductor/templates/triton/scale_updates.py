@@ -15,6 +15,7 @@ from torch import Tensor
 from te_inductor.recipes.delayed import DelayedScaling, ScaleUpdate
 from te_inductor.runtime.definition import implement_on_cuda
 from te_inductor.runtime.eager import delayed
+from te_inductor.runtime.state.misfits import COUNTS
 from te_inductor.templates.triton.launcher import Launcher, launcher
 
 LONGEST = 4096  # amaxes of a history that one program holds
@@ -28,7 +29,7 @@ def update_scales(
     histories: list[Tensor],  # n of (H,)
     update: ScaleUpdate,
     read: list[Tensor] | None = None,
-    misfits: Tensor | None = None,  # (n, 4) int32
+    misfits: Tensor | None = None,  # (n, COUNTS) int32
     own: bool = False,
 ) -> None:
     """Does what `runtime.eager.delayed.update_scales` does, which runs where a recipe brings functions of its own."""
@@ -76,6 +77,8 @@ def _updater(length: int, most_recent: bool, own: bool) -> Launcher:
         OWN=own,
         TINY=delayed.FP32_TINY,
         LARGEST=delayed.FP32_MAX,
+        JUMP=delayed.JUMP,
+        COUNTS=COUNTS,
         num_warps=4,
     )
 
@@ -94,10 +97,12 @@ def collect_amaxes(table, out, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def count_misfit(counts, amax, scale, least, most, OWN: tl.constexpr):
-    """Counts for one quantizer, whose counts are four int32."""
+def count_misfit(counts, recorded, amax, scale, jumps, least, most, OWN: tl.constexpr):
+    """Counts for one quantizer, whose counts are int32: the fields of `Misfits`."""
     steps = tl.load(counts) + 1
     tl.store(counts, steps)
+    tl.store(counts + 4, tl.load(counts + 4) + 1 - (recorded < float("inf")).to(tl.int32))
+    tl.store(counts + 5, tl.load(counts + 5) + jumps)
     if not OWN:
         cut = (amax * scale > most).to(tl.int32)
         coarse = ((amax > 0) & (amax * scale < least)).to(tl.int32)
@@ -111,7 +116,7 @@ def count_misfit(counts, amax, scale, least, most, OWN: tl.constexpr):
 def update_each(
     table,  # (3 * count,): addresses of amaxes, of scales, of histories
     reduced,  # (count,) amaxes of all ranks, or None
-    misfits,  # (count, 4) int32, or None
+    misfits,  # (count, COUNTS) int32, or None
     count,
     largest,  # what an amax is scaled to
     least,  # between which values a scale has to bring an amax
@@ -122,13 +127,16 @@ def update_each(
     OWN: tl.constexpr,
     TINY: tl.constexpr,
     LARGEST: tl.constexpr,
+    JUMP: tl.constexpr,
+    COUNTS: tl.constexpr,
 ):
     """One quantizer a program."""
     which = tl.program_id(0)
     amax_at = tl.load(table + which).to(tl.pointer_type(tl.float32))
     scale_at = tl.load(table + count + which).to(tl.pointer_type(tl.float32))
     history_at = tl.load(table + 2 * count + which).to(tl.pointer_type(tl.float32))
-    amax = observed(tl.load(amax_at)) if reduced is None else tl.load(reduced + which)
+    recorded = tl.load(amax_at)
+    amax = observed(recorded) if reduced is None else tl.load(reduced + which)
     place = tl.arange(0, BLOCK)
     kept = tl.load(history_at + place, mask=(place > 0) & (place < LENGTH), other=0.0)
     moved = tl.load(history_at + place + 1, mask=(place > 0) & (place + 1 < LENGTH), other=0.0)
@@ -138,13 +146,15 @@ def update_each(
         chosen = tl.maximum(amax, tl.max(kept, 0))
         broken = tl.max((kept != kept).to(tl.int32), 0) > 0
     old = tl.load(scale_at)
-    if misfits is not None:
-        count_misfit(misfits + 4 * which, amax, old, least, most, OWN)
     scale = tl.minimum(tl.maximum(tl.div_rn(largest, chosen), TINY), LARGEST)
     usable = (chosen > 0) & (chosen < float("inf")) & (broken == 0)
+    scale = tl.where(usable, scale, old)
+    if misfits is not None:
+        jumps = ((old != 1) & ((scale > JUMP * old) | (scale * JUMP < old))).to(tl.int32)
+        count_misfit(misfits + COUNTS * which, recorded, amax, old, jumps, least, most, OWN)
     rolled = tl.where((place > 0) & (place == LENGTH - 1), amax, moved)
     tl.store(history_at + place, tl.where(amax > 0, rolled, kept), mask=place < LENGTH)
-    tl.store(scale_at, tl.where(usable, scale, old))
+    tl.store(scale_at, scale)
     tl.store(amax_at, 0.0)
 
 

@@ -1,0 +1,150 @@
+"""What `te_inductor.statistics` returns: figures of each tensor that is cast, as data and as a table."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from te_inductor.presentation import html
+from te_inductor.presentation.paths import grouped, kind, named, plain
+from te_inductor.presentation.tables import Column, tabulated, wrapped
+
+
+@dataclass(frozen=True)
+class SlotStatistics:
+    """One of the tensors of one layer. Delayed scaling counts steps; what it does not count, and what was not sampled, is
+    None."""
+
+    fqn: str  # module path from the root of the model
+    slot: str  # "input", "weight", "grad_output"
+    recipe: str
+    element: str  # "e4m3", "e5m2", …
+    amax: float | None = None  # the last one recorded, or that of the sample; of all ranks that reduce amaxes
+    scale: float | None = None  # that the next step casts with
+    headroom: float | None = (
+        None  # log2 of the largest value that the scale can hold over the amax; below 0: too little
+    )
+    steps: int | None = None  # how many were counted
+    cut: int | None = None  # steps whose values were cut off
+    coarse: int | None = None  # steps whose values lost digits
+    first: int | None = None  # which step was the first of either; 0: none
+    nonfinite: int | None = None  # steps in which the tensor held an inf or NaN, on this rank
+    jumps: int | None = None  # steps that moved the scale by a factor of more than 16
+    relative_error: float | None = None  # of the sample: the norm of the error over that of the tensor
+    saturated: float | None = None  # of the sample: share of values beyond the largest that their scale can hold
+    flushed: float | None = None  # of the sample: share of the values that are not 0 that became 0
+
+    @property
+    def misfits(self) -> int:
+        """The steps whose scale did not suit the tensor."""
+        return (self.cut or 0) + (self.coarse or 0)
+
+
+@dataclass(frozen=True, repr=False)
+class Statistics:
+    """`print(statistics)` shows a table, `statistics.table(details=True)` one with every layer, `statistics.to_dict()` is
+    for JSON, `statistics.scalars()` for boards."""
+
+    slots: list[SlotStatistics] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return asdict(self)
+
+    def scalars(self) -> dict[str, float]:
+        """Each figure that there is, by a name such as ``layers.0.up/input/amax``."""
+        return {
+            f"{one.fqn or '(root)'}/{one.slot}/{name}": float(value)
+            for one in self.slots
+            for name, value in asdict(one).items()
+            if isinstance(value, int | float)
+        }
+
+    def table(self, details: bool = False, columns: int | None = None) -> str:
+        """The statistics as text. Layers that differ in a number of their paths alone share a row, with the figure of the
+        worst of them; with `details` each layer has its rows. As wide as the terminal (COLUMNS), or as `columns` says;
+        in a pipe as wide as it needs."""
+        heads = [_COLUMNS[0]._replace(name="module"), *_COLUMNS[2:]] if details else _COLUMNS
+        rows = [(row[0], *row[2:]) if details else row for row in _rows(self.slots, details)]
+        return "\n\n".join(
+            [wrapped(_headline(self.slots), columns, ""), *([tabulated(heads, rows, columns)] if rows else [])]
+        )
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __repr__(self) -> str:
+        """A line: the table is for `print`."""
+        return f"<Statistics: {_headline(self.slots)}>"
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        rows = _rows(self.slots, details=False)
+        table = html.table([head.name for head in _COLUMNS], [head.right for head in _COLUMNS], rows)
+        return html.part([html.text(_headline(self.slots)), table])
+
+
+_COLUMNS = (
+    Column("layers"),
+    Column("n", right=True),
+    Column("recipe", whole=True, optional=True),
+    Column("tensor", whole=True),
+    Column("element", whole=True, optional=True),
+    Column("amax", right=True),
+    Column("scale", right=True, optional=True),
+    Column("headroom, bits", right=True),
+    Column("steps", right=True),
+    Column("cut off", right=True),
+    Column("coarse", right=True),
+    Column("inf, NaN", right=True),
+    Column("jumps", right=True, optional=True),
+    Column("error", right=True),
+    Column("saturated", right=True),
+    Column("flushed", right=True),
+)
+
+
+def _headline(slots: Sequence[SlotStatistics]) -> str:
+    """How many tensors there are, and which to look at first."""
+    worst = sorted((one for one in slots if one.misfits), key=lambda one: -one.misfits)
+    names = ", ".join(f"{plain(one.fqn) or '(root)'}.{one.slot} ({one.misfits} of {one.steps})" for one in worst[:3])
+    line = f"te_inductor: {len(slots)} tensors in low precision; {len(worst)} had steps whose scale did not suit them"
+    return f"{line}: {names}" if names else line
+
+
+def _rows(slots: Sequence[SlotStatistics], details: bool) -> Iterator[tuple[str, ...]]:
+    """A row for each tensor of a kind of layers, or, with `details`, of a layer. Empty columns are left out."""
+    everyone = list(dict.fromkeys(one.fqn for one in slots))
+    groups = grouped(slots, lambda one: (one.fqn if details else kind(one.fqn), one.slot, one.recipe, one.element))
+    last = None
+    for group in groups.values():
+        paths = list(dict.fromkeys(one.fqn for one in group))
+        name, first = named(paths, everyone), group[0]
+        yield (
+            *((name, str(len(paths)), first.recipe) if name != last else ("", "", "")),
+            first.slot,
+            first.element,
+            _number(max, [one.amax for one in group]),
+            _number(min, [one.scale for one in group]),
+            _number(min, [one.headroom for one in group], ".1f"),
+            _number(max, [one.steps for one in group], "d"),
+            *(
+                _number(max, [getattr(one, field) for one in group], "d")
+                for field in ("cut", "coarse", "nonfinite", "jumps")
+            ),
+            *(_number(max, [getattr(one, field) for one in group], ".2%") for field in _SAMPLED),
+        )
+        last = name
+
+
+_SAMPLED = ("relative_error", "saturated", "flushed")
+
+
+def _number(worst: Any, values: Sequence[float | None], form: str = ".3g") -> str:
+    known = [one for one in values if one is not None]
+    return format(worst(known), form) if known else ""
+
+
+def headroom(largest: float, amax: float, scale: float) -> float | None:
+    """How many times an amax can double before the scale cuts it off; None where there is no amax."""
+    return math.log2(largest / amax) - math.log2(scale) if 0 < amax < math.inf and scale > 0 else None
