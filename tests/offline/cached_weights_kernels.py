@@ -12,7 +12,7 @@ from te_inductor.recipes import DelayedScaling, Quantizer
 from te_inductor.runtime.weights import cached_weights
 from te_inductor.runtime.weights.cached_weights import CachedWeight, FreshnessCheck, Spec, is_tiled, new
 from te_inductor.templates.triton import cached_weights as kernels
-from tests.offline.interpret import mend_conversions
+from tests.offline.interpret import mend_interpreter
 
 QUANTIZERS = [
     Quantizer("e4m3"),
@@ -137,7 +137,7 @@ def check_experts(quantizer: Quantizer, dtype: torch.dtype, known: bool = False)
 
 
 if __name__ == "__main__":
-    mend_conversions()
+    mend_interpreter()
     torch.manual_seed(0)
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     for quantizer, dtype in zip([QUANTIZERS[0]] * 2 + QUANTIZERS, itertools.cycle(dtypes)):

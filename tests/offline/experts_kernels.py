@@ -18,7 +18,7 @@ from te_inductor.ops import stored_experts
 from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, NVFP4WeightOnly, Recipe
 from te_inductor.runtime.eager import experts
 from te_inductor.templates.triton import experts_decode, nvfp4_expand
-from tests.offline.interpret import mend_conversions
+from tests.offline.interpret import mend_interpreter
 
 SMALL = ExpertsConfig(rows=16, block_k=64, stages=2)
 # Rows of each expert, rows of none behind them, N, K, how the work is cut.
@@ -113,7 +113,7 @@ def dequantized() -> None:
 
 
 if __name__ == "__main__":
-    mend_conversions()
+    mend_interpreter()
     torch.manual_seed(0)
     for place, case in enumerate(CASES):
         for recipe in RECIPES if place == 0 else RECIPES[:2]:

@@ -17,7 +17,7 @@ from te_inductor.templates.triton import experts_rows, group_strips
 from te_inductor.templates.triton import grouped_casts as kernels
 from te_inductor.templates.triton import grouped_ops as on_cuda
 from tests.offline.cached_weights_kernels import one_nan
-from tests.offline.interpret import mend_conversions
+from tests.offline.interpret import mend_interpreter
 from tests.support.layers import grouped_linears
 
 SHAPES = ((2, 136, 80), (3, 130, 137), (1, 45, 300))  # of experts: no multiples of a tile, odd, of fewer than one
@@ -120,7 +120,7 @@ def check_layer(name: str) -> None:
 
 
 if __name__ == "__main__":
-    mend_conversions()
+    mend_interpreter()
     torch.manual_seed(0)
     every = sys.argv[1] == "all"
     for dtype in (torch.bfloat16, torch.float16, torch.float32) if every else (torch.bfloat16,):

@@ -35,7 +35,7 @@ from te_inductor.templates.triton import (
     nvfp4_linear,
     partial_sums,
 )
-from tests.offline.interpret import mend_conversions
+from tests.offline.interpret import mend_interpreter
 
 FP8, BF16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 ROW, TENSOR = Quantizer("e4m3", scope="row"), Quantizer("e4m3")
@@ -227,7 +227,7 @@ def attention() -> None:
 
 
 if __name__ == "__main__":
-    mend_conversions()
+    mend_interpreter()
     torch.manual_seed(0)
     with (
         mock.patch.object(interpreter.GridExecutor, "__call__", last_programs),

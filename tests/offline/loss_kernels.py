@@ -12,7 +12,7 @@ from te_inductor.recipes.losses import Loss
 from te_inductor.runtime.eager.losses import Softmax
 from te_inductor.templates.triton.token_losses import SoftmaxKernels
 from tests.losses import IGNORED
-from tests.offline.interpret import mend_conversions
+from tests.offline.interpret import mend_interpreter
 
 # Whole tiles and fewer, words of four tokens and odd numbers.
 SIZES = ((128, 128), (6, 37), (132, 144))
@@ -49,7 +49,7 @@ def check(tokens: int, words: int, loss: Loss) -> None:
 
 
 if __name__ == "__main__":
-    mend_conversions()
+    mend_interpreter()
     torch.manual_seed(0)
     for sizes, loss in itertools.product(SIZES, LOSSES):
         check(*sizes, loss)

@@ -18,7 +18,7 @@ from te_inductor.templates.triton import (
     nvfp4_linear,
     partial_sums,
 )
-from tests.offline.interpret import mend_conversions
+from tests.offline.interpret import mend_interpreter
 from tests.support.kernels import stored as problem
 
 # Each with sizes that fill no tile: M, N, K.
@@ -110,7 +110,7 @@ def attention(batch: int, m: int, d: int, n: int, masked: bool, dtype: torch.dty
 
 
 if __name__ == "__main__":
-    mend_conversions()
+    mend_interpreter()
     torch.manual_seed(0)
     for config, sizes in LINEAR:
         linear(config, *sizes)
