@@ -40,10 +40,13 @@ class Server:
     """Runs programs in forks of one process, which starts with the first of them and ends with this one.
 
     `libraries` are loaded before any module, as torch has to find them; `environment` is what modules read at import.
+    The function `warm` of the module that is named so is called before the first fork.
     """
 
-    def __init__(self, modules: tuple[str, ...], libraries: tuple[str, ...] = (), **environment: str) -> None:
-        self.given = {"modules": modules, "libraries": libraries}
+    def __init__(
+        self, modules: tuple[str, ...], libraries: tuple[str, ...] = (), warm: str = "", **environment: str
+    ) -> None:
+        self.given = {"modules": modules, "libraries": libraries, "warm": warm}
         self.environment = environment
         self.process: subprocess.Popen[str] | None = None
         self.owner = 0
@@ -89,7 +92,7 @@ class Server:
 PROGRAMS = Server(RANKS)  # for programs that want torch and the package
 
 
-def serve(modules: list[str], libraries: list[str]) -> None:
+def serve(modules: list[str], libraries: list[str], warm: str) -> None:
     import ctypes
     import importlib
 
@@ -104,6 +107,8 @@ def serve(modules: list[str], libraries: list[str]) -> None:
         importlib.import_module(name)
     for patch in unlogged.patches():
         patch.start()
+    if warm:
+        importlib.import_module(warm).warm()
     gc.freeze()  # the programs' collectors neither look through the modules nor copy their memory
     gc.enable()
     for line in sys.stdin:
@@ -141,4 +146,4 @@ def work(asked: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
-    serve(given["modules"], given["libraries"])
+    serve(**given)

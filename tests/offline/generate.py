@@ -9,9 +9,11 @@ OUT is a folder; each graph that Inductor lowers becomes a file there: 0.py (for
 """
 
 import ast
+import contextlib
 import ctypes
 import importlib
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -123,6 +125,23 @@ def check_constants(source: str, names: dict[str, Any], written: dict[str, Any])
 def main(shim: str, arch: int, case: str, out: Path) -> None:
     if shim:  # a CUDA build of torch has guards and hooks of its own
         ctypes.CDLL(shim, mode=ctypes.RTLD_GLOBAL)
+    with contextlib.ExitStack() as stack:
+        write(arch, case, out, stack)
+
+
+def warm() -> None:
+    """Writes a case in the process that programs are forked from: a fifth of what each of them would take goes into what a
+    first compile imports, into sympy's caches and patterns of graphs. The case has no backward, as no process is forked
+    from one whose autograd has run."""
+    import torch
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        write(90, "tests.offline.cases.layers:mlp_inference_block", Path(folder), stack)
+    torch._dynamo.reset()
+
+
+def write(arch: int, case: str, out: Path, stack: contextlib.ExitStack) -> None:
+    """Writes the code of a case, with torch patched until the stack is closed."""
     import torch
     from torch._functorch import config as functorch
     from torch._inductor import config
@@ -180,7 +199,7 @@ def main(shim: str, arch: int, case: str, out: Path) -> None:
         mock.patch("te_inductor.compat.autotune", lambda name, choices, nodes, layout: choices[-1].output_node()),
     ]
     for patch in patches:
-        patch.start()
+        stack.enter_context(patch)
     settings = {
         "compile_threads": 1,
         "fx_graph_cache": False,
