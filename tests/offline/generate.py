@@ -12,6 +12,7 @@ import ast
 import contextlib
 import ctypes
 import importlib
+import itertools
 import sys
 import tempfile
 from pathlib import Path
@@ -134,10 +135,12 @@ def warm() -> None:
     first compile imports, into sympy's caches and patterns of graphs. The case has no backward, as no process is forked
     from one whose autograd has run."""
     import torch
+    from torch._functorch import aot_autograd
 
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         write(90, "tests.offline.cases.layers:mlp_inference_block", Path(folder), stack)
     torch._dynamo.reset()
+    aot_autograd.AOT_COUNTER = itertools.count()  # which numbers graphs in generated code
 
 
 def write(arch: int, case: str, out: Path, stack: contextlib.ExitStack) -> None:
