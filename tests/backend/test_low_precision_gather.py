@@ -14,10 +14,7 @@ from tests.ranks import ranks, told_by
 
 MODULE = "tests.backend.gather_ranks"
 RECIPES = ["delayed", "current", "block"]
-QUICK = (
-    "uneven delayed,skipped current,parts,traffic delayed,checkpoints delayed,eager current,policy,"
-    "mismatch,refusals,other_weights,other_state"
-)
+QUICK = "uneven delayed,traffic delayed,eager current,policy,mismatch,refusals,other_weights,other_state"
 EQUAL = (
     "blocks", "whole_model", "mixed_precision", "accumulates", "frozen", "stays_gathered", "checkpointed", "not_finite",
     "meta", "without_gradients", "uneven", "compiled_casts", "compiled blocks", "compiled stays_gathered",
@@ -39,7 +36,7 @@ def told_of(case: str, request: pytest.FixtureRequest) -> list:
 
 
 told = told_by(MODULE, 2, QUICK)
-others = told_by(MODULE, 2, ",".join([*OTHERS, "absent"]), timeout=900)
+others = told_by(MODULE, 2, ",".join([*OTHERS, "parts", "absent"]), timeout=900)
 four = told_by(MODULE, 4, ",".join([*(f"hsdp {recipe}" for recipe in RECIPES), "refusals"]))
 
 
@@ -50,7 +47,8 @@ def test_training_is_equal_bit_for_bit(recipe, request):
     assert told_of(f"uneven {recipe}", request) == [True, True]
 
 
-@each_recipe("current")
+@pytest.mark.thorough
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layer_that_a_step_leaves_out_has_fresh_scales(recipe, request):
     assert told_of(f"skipped {recipe}", request) == [True, True]
 
@@ -84,8 +82,9 @@ def test_weights_of_tensor_parallel_layers(recipe):
     assert ranks(MODULE, 4, case)[case] == [True] * 4
 
 
-def test_parts_that_are_called_without_the_model_have_fresh_scales(told):
-    assert told["parts"] == [True, True]
+@pytest.mark.thorough
+def test_parts_that_are_called_without_the_model_have_fresh_scales(others):
+    assert others["parts"] == [True, True]
 
 
 @each_recipe("delayed")
@@ -114,7 +113,8 @@ def test_the_backward_transposes_what_is_gathered_again(recipe, request):
     assert told_of(f"saves {recipe}", request) == [[4, 0], [4, 0]]
 
 
-@each_recipe("delayed")
+@pytest.mark.thorough
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_checkpoints_know_nothing_of_it(recipe, request):
     """state_dict, torch.save, DCP; loading by copy and by assignment, before the first call and later; training goes on
     bit for bit, with the state of delayed scaling."""
