@@ -201,7 +201,7 @@ def layer(sizes, **more):
         sizes=sizes, groups=None, parallel=None, gather=None, x=None, weight=None, knows_gradient=False, **more
     )
     match.gemms = lambda: [("fprop", ()), ("dgrad", ()), ("wgrad", ())]
-    return SimpleNamespace(match=match, slots=Float8CurrentScaling().slots(), recipe=None)
+    return SimpleNamespace(match=match, slots=Float8CurrentScaling().slots(), delayed=None)
 
 
 MAKERS = SimpleNamespace(of_gradient=lambda match: "kernel", of_input=lambda match: "kernel")

@@ -21,7 +21,7 @@ from te_inductor.passes.pre_grad.sites.products import Product
 from te_inductor.passes.pre_grad.sites.rule import Match, Rule
 from te_inductor.presentation.paths import names_of
 from te_inductor.presentation.report import Report
-from te_inductor.recipes import Recipe, Slots
+from te_inductor.recipes import DelayedScaling, Recipe, Slots
 from te_inductor.recipes.regions import Region
 from te_inductor.runtime.extra_inputs import ExtraInputs
 from te_inductor.runtime.omitted_logits import OmittedOutput
@@ -106,6 +106,11 @@ class Candidate(_Placed):
     def low(self) -> bool:
         """Whether the site is to be rewritten."""
         return self.recipe is not None and self.refusal is None and not self.stored
+
+    @property
+    def delayed(self) -> DelayedScaling | None:
+        """Its recipe, if that keeps state."""
+        return self.recipe if isinstance(self.recipe, DelayedScaling) else None
 
     @property
     def gathers(self) -> bool:

@@ -25,7 +25,7 @@ from te_inductor.passes.pre_grad.sites import exchanges
 from te_inductor.passes.pre_grad.sites.exchanges import ExchangeNodes, Exchanges
 from te_inductor.passes.pre_grad.sites.sharded import SHARED
 from te_inductor.passes.pre_grad.sites.weight_gather import Gather
-from te_inductor.recipes import DelayedScaling, Recipe, Slots
+from te_inductor.recipes import Recipe, Slots
 
 _REMEDY = "give torch.compile and low_precision_all_gather the same recipe and policy"
 
@@ -98,8 +98,8 @@ def _why_not_gathered(
         return Refusal("%s %d rows of %d columns are not multiples of %d", what, rows, k, scope.alignment)
     if not bodies.reaches(gather.shard.graph):
         return Refusal("it is gathered in a control-flow body")
-    if isinstance(site.recipe, DelayedScaling):
-        return delayed.of_mesh_shards(site.recipe, options, shard)
+    if site.delayed is not None:
+        return delayed.of_mesh_shards(site.delayed, options, shard)
     return None
 
 
@@ -177,12 +177,12 @@ def _why_not_exchanged(plan: Plan, site: Candidate, found: ExchangeNodes, bodies
         return Refusal("the graph writes them, or what tells which they are")
     if any(not (node < site.match.node) for node in found.splits):
         return Refusal("how they are exchanged is not known before the layer")
-    if isinstance(site.recipe, DelayedScaling):
+    if site.delayed is not None:
         ranks = dist.get_process_group_ranks(amax_groups.process_group(found.group))
-        own = not site.recipe.reduce_amax
+        own = not site.delayed.reduce_amax
         if not own and plan.options.amax_group is None and not _shares_scales(site, ranks, bodies):
             return Refusal("nothing tells that their ranks have one scale: pass option 'amax_group'")
-        return delayed.one_scale(site.recipe, plan.options, ranks)
+        return delayed.one_scale(site.delayed, plan.options, ranks)
     return None
 
 

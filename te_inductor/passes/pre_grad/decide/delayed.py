@@ -99,8 +99,8 @@ def one_scale(recipe: DelayedScaling, options: Options, ranks: Sequence[int]) ->
     return None
 
 
-def not_over_group(recipe: object, options: Options) -> Refusal | None:
+def not_over_group(recipe: DelayedScaling | None, options: Options) -> Refusal | None:
     """Why a site does not reduce amaxes over the group that the option names."""
-    if options.amax_group and isinstance(recipe, DelayedScaling) and not recipe.reduce_amax:
+    if options.amax_group and recipe is not None and not recipe.reduce_amax:
         return Refusal("its recipe is DelayedScaling(reduce_amax=False)")
     return None

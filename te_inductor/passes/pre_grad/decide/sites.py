@@ -30,7 +30,7 @@ from te_inductor.passes.pre_grad.sites import requirements
 from te_inductor.passes.pre_grad.sites.own_backward import OwnBackward
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.presentation.report import Unmet
-from te_inductor.recipes import DelayedScaling, Recipe
+from te_inductor.recipes import Recipe
 from te_inductor.recipes.backward_precision import resolve_backward
 from te_inductor.recipes.regions import Region, active
 from te_inductor.runtime.eager.delayed import check_functions
@@ -119,12 +119,12 @@ def check_sites(plan: Plan) -> None:
             )
             if candidate.refusal is None:
                 candidate.emulated = candidate.rule.emulated(match, candidate.slots, plan.leaves)
-        if candidate.low and isinstance(candidate.recipe, DelayedScaling):
-            check_functions(candidate.recipe, weight.device)
+        if candidate.low and candidate.delayed is not None:
+            check_functions(candidate.delayed, weight.device)
             candidate.refusal = delayed.refusal(match, bodies, transforms_of.get(match.node))
             if match.parallel is not None:
                 candidate.refusal = candidate.refusal or delayed.of_shards(
-                    candidate.recipe, plan.options, match.parallel
+                    candidate.delayed, plan.options, match.parallel
                 )
 
 
@@ -181,7 +181,7 @@ def check_extras(plan: Plan) -> None:
             else None
         )
     if plan.options.amax_group:
-        checks["amax_group"] = lambda site: delayed.not_over_group(site.recipe, plan.options)
+        checks["amax_group"] = lambda site: delayed.not_over_group(site.delayed, plan.options)
     plan.outcome.report.unmet.extend(
         Unmet(option, site.fqn, str(why)) for site in plan.candidates for option, why in site.unmet.items()
     )

@@ -56,7 +56,7 @@ from te_inductor.passes.pre_grad.sites import exchanges
 from te_inductor.passes.pre_grad.sites.products import hint
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.presentation.report import GraphWeight, WeighedLayers, Weighing
-from te_inductor.recipes import DelayedScaling, Slots
+from te_inductor.recipes import Slots
 from te_inductor.recipes.backward_precision import Operands
 
 MARGIN = 1.25
@@ -260,7 +260,7 @@ def _is_gathered(match: Match) -> bool:
 
 def _scales(site: Candidate) -> Scales:
     assert site.slots is not None
-    return "known" if isinstance(site.recipe, DelayedScaling) else _scales_of(site.slots)
+    return "known" if site.delayed else _scales_of(site.slots)
 
 
 def _scales_of(slots: Slots) -> Scales:

@@ -16,7 +16,7 @@ from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.plan import Candidate
 from te_inductor.passes.pre_grad.sites.exchanges import Exchanges
 from te_inductor.passes.pre_grad.sites.rule import Match
-from te_inductor.recipes import DelayedScaling, Quantizer
+from te_inductor.recipes import Quantizer
 
 
 def without_gathers(sites: Iterable[Candidate]) -> None:
@@ -42,7 +42,7 @@ class GatheredWeights:
                 continue
             gather, quantizer = site.match.gather, site.slots.weight
             self.quantizers[site.match.node] = quantizer
-            if quantizer.granularity.whole and not isinstance(site.recipe, DelayedScaling):
+            if quantizer.granularity.whole and not site.delayed:
                 shard = self.bodies.outer(gather.shard)
                 mesh = compat.mesh_of_dtensor(value(shard))
                 kinds.setdefault((quantizer, gather.dtype, mesh, value(shard).placements), {})[shard] = None  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.decide.weight_grads import other_readers, takes
 from te_inductor.passes.pre_grad.plan import Candidate
 from te_inductor.passes.pre_grad.sites.rule import Match
-from te_inductor.recipes import DelayedScaling, Recipe, Slots
+from te_inductor.recipes import DelayedScaling, Slots
 from te_inductor.runtime.extra_inputs import ExtraInputs, GradientInputs
 from te_inductor.runtime.state.state_inputs import StateInput
 from te_inductor.runtime.weights import cached_weights
@@ -54,12 +54,11 @@ class CachedSites:
         self.inputs: dict[fx.Node, CachedInput] = {}  # by the first site's node
         self.nodes: dict[fx.Node, list[fx.Node]] = {}  # of the root's graph, alike
 
-    def add(self, matches: Sequence[Match], recipe: Recipe, slots: Slots) -> None:
-        """Sites that are one GEMM, or one site."""
+    def add(self, matches: Sequence[Match], recipe: DelayedScaling | None, slots: Slots) -> None:
+        """Sites that are one GEMM, or one site; their recipe, if it keeps state."""
         first = matches[0]
         owners = [self.bodies.outer(match.weight) for match in matches]
-        stateful = recipe if isinstance(recipe, DelayedScaling) else None
-        spec = Spec(slots.weight, first.transposed, len(matches), stateful)
+        spec = Spec(slots.weight, first.transposed, len(matches), recipe)
         columns = value(first.node).requires_grad and value(first.x).requires_grad and slots.dgrad_operands is None
         places = [str(owner.target) if owner.op == "get_attr" else self.bodies.place_of(owner) for owner in owners]
         self.inputs[first.node] = CachedInput(places, spec, columns)

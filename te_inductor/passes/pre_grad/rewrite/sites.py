@@ -143,7 +143,7 @@ def _extras(plan: Plan, sites: list[Candidate], groups: dict[fx.Node, list[Match
         for site in sites:
             group = groups.get(site.match.node, [site.match])
             if "weights" not in site.unmet and group[0] is site.match:
-                extras.keeps.add(group, site.recipe, site.slots)  # type: ignore[arg-type]
+                extras.keeps.add(group, site.delayed, site.slots)  # type: ignore[arg-type]
     sink = weight_grads.SINKS.get(plan.options.wgrad)
     if sink is None or sink.takers is None:
         return extras
@@ -160,8 +160,8 @@ def _delayed_sites(
 ) -> dict[Recipe | None, delayed.DelayedSites]:
     by_recipe: dict[DelayedScaling, list[tuple[str, Match]]] = {}
     for site in sites:
-        if isinstance(site.recipe, DelayedScaling):
-            by_recipe.setdefault(site.recipe, []).append((site.module, site.match))
+        if site.delayed is not None:
+            by_recipe.setdefault(site.delayed, []).append((site.module, site.match))
     if not by_recipe:
         return {}
     state = StateInputs(plan.options.fallback, dict(plan.gm.named_parameters()))

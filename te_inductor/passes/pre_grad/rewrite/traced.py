@@ -27,7 +27,7 @@ from te_inductor.passes.pre_grad.sites.backward import Backward, Gradients
 from te_inductor.passes.pre_grad.sites.grouped import Grouped
 from te_inductor.passes.pre_grad.sites.linear import Addmm, ParameterProduct
 from te_inductor.passes.pre_grad.sites.rule import Match
-from te_inductor.recipes import DelayedScaling, Slots
+from te_inductor.recipes import Slots
 from te_inductor.runtime.eager import grouped
 
 aten = torch.ops.aten
@@ -43,7 +43,7 @@ def refuse_what_has_no_place(plan: Plan) -> None:
             continue
         backward = site.match.part(Backward)
         site.refusal = None if backward is None else backward.unplaced
-        if isinstance(site.recipe, DelayedScaling):
+        if site.delayed:
             site.refusal = Refusal(
                 "delayed scaling keeps scales from step to step, for which this graph has no inputs; recipe 'current'"
                 " finds them at each call"
