@@ -11,6 +11,9 @@ for the host, and a CUDA graph replays with other choices.
 Values become bf16 (or fp16) exactly, products are summed in fp32. Rows of no expert are zeros. Kernels start early:
 Note [Kernels that start early] in lowerings/codegen/programmatic_launch.py."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +22,7 @@ from torch import Tensor
 from te_inductor.kernels.experts_decode import SCOPES, ExpertsConfig, cut
 from te_inductor.recipes import Quantizer
 from te_inductor.runtime.eager import experts
-from te_inductor.templates.triton.launcher import launcher
+from te_inductor.templates.triton.launcher import Launcher, launcher
 from te_inductor.templates.triton.nvfp4_decode import FACTOR, values
 
 BLOCK_N = 64  # rows of a weight in one program: a wgmma's
@@ -44,34 +47,12 @@ def nvfp4_product(
     config: ExpertsConfig | None = None,
 ) -> Tensor:  # (M, N)
     """Computes what `runtime.eager.experts.nvfp4_product` does, but for the order of sums."""
-    if ids is not None and x.shape[0] > MOST_IDS:
-        return _sorted(nvfp4_product, x, ids, stored, block_scale, tensor_scale, out_dtype, assembly, config)
-    (count, n, half), (m, k) = stored.shape, x.shape
-    config = config or cut(m, count, k, nvfp4=True, by_ids=ids is not None)
-    out = x.new_empty((m, n), dtype=out_dtype)
-    if m == 0:
-        return out
-    run = launcher(
-        _nvfp4,
-        STORED=2 * half,
-        EVEN=k % config.block_k == 0,
-        FACTOR=FACTOR,
-        **_constants(m, count, ids, config, assembly),
-    )
-    run(
-        _programs(m, n, count, ends, config),
-        *_rows_given(x, ends, ids),
-        stored.view(torch.int16),
-        block_scale.view(torch.uint8),
-        tensor_scale,
-        out,
-        m,
-        n,
-        k,
-        count,
-        *x.stride(),
-    )
-    return out
+
+    def made(**named: Any) -> Launcher:
+        return launcher(_nvfp4, STORED=2 * stored.shape[2], FACTOR=FACTOR, **named)
+
+    parts = stored.view(torch.int16), block_scale.view(torch.uint8), tensor_scale
+    return _product(made, x, ends, ids, parts, out_dtype, assembly, config)
 
 
 def fp8_product(
@@ -86,40 +67,35 @@ def fp8_product(
     config: ExpertsConfig | None = None,
 ) -> Tensor:  # (M, N)
     """Computes what `runtime.eager.experts.fp8_product` does, but for the order of sums."""
-    if ids is not None and x.shape[0] > MOST_IDS:
-        return _sorted(fp8_product, x, ids, stored, scale_inv, quantizer, out_dtype, assembly, config)
-    (count, n, padded), (m, k) = stored.shape, x.shape
-    config = config or cut(m, count, k, nvfp4=False, by_ids=ids is not None)
+
+    def made(**named: Any) -> Launcher:
+        return launcher(_fp8, STORED=stored.shape[2], SCOPE=SCOPES[quantizer.granularity], **named)
+
+    return _product(made, x, ends, ids, (stored, scale_inv), out_dtype, assembly, config)
+
+
+def _product(
+    made: Callable[..., Launcher],  # what launches the kernel, of the constants that both have
+    x: Tensor,  # (M, K)
+    ends: Tensor | None,
+    ids: Tensor | None,
+    parts: tuple[Tensor, ...],  # the stored weight, (E, N, …), and its scales
+    out_dtype: torch.dtype,
+    assembly: bool,
+    config: ExpertsConfig | None,
+) -> Tensor:  # (M, N)
+    (count, n), (m, k) = parts[0].shape[:2], x.shape
+    if ids is not None and m > MOST_IDS:
+        order, ends = experts.sorted_by_expert(ids, count)
+        y = _product(made, x[order], ends, None, parts, out_dtype, assembly, config)
+        return torch.empty_like(y).index_copy_(0, order, y)
+    config = config or cut(m, count, k, nvfp4=parts[0].dtype == torch.int16, by_ids=ids is not None)
     out = x.new_empty((m, n), dtype=out_dtype)
-    if m == 0:
-        return out
-    run = launcher(
-        _fp8,
-        STORED=padded,
-        EVEN=k % config.block_k == 0,
-        SCOPE=SCOPES[quantizer.granularity],
-        **_constants(m, count, ids, config, assembly),
-    )
-    run(
-        _programs(m, n, count, ends, config),
-        *_rows_given(x, ends, ids),
-        stored,
-        scale_inv,
-        out,
-        m,
-        n,
-        k,
-        count,
-        *x.stride(),
-    )
+    if m:
+        run = made(EVEN=k % config.block_k == 0, **_constants(m, count, ids, config, assembly))
+        given = *_rows_given(x, ends, ids), *parts
+        run(_programs(m, n, count, ends, config), *given, out, m, n, k, count, *x.stride())
     return out
-
-
-def _sorted(product, x, ids, *rest):  # type: ignore[no-untyped-def]
-    stored = rest[0]
-    order, ends = experts.sorted_by_expert(ids, stored.shape[0])
-    y = product(x[order], ends, None, *rest)
-    return torch.empty_like(y).index_copy_(0, order, y)
 
 
 def _rows_given(x: Tensor, ends: Tensor | None, ids: Tensor | None) -> tuple[Tensor, Tensor]:
