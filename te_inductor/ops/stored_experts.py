@@ -46,8 +46,6 @@ class StoredExperts(StoredWeight):
     def __init__(self, parts: tuple[Tensor, ...], *given: Any) -> None:
         super().__init__(parts, *given)
         self.unread: WeakSet[_Picks] = WeakSet()  # what was picked of this memory, and is not read yet
-        if parts[0].is_cuda:
-            stored_weight.register_kernels()
 
     @classmethod
     def store(cls, weight: Tensor, recipe: Recipe, transposed: bool = False) -> "StoredExperts":  # type: ignore[override]

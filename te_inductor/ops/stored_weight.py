@@ -69,6 +69,8 @@ class StoredWeight(Tensor):
         for name, part in (*zip(self.PARTS, parts, strict=True), *zip(self.MORE, more, strict=False)):
             setattr(self, name, part)
         self.recipe = recipe
+        if parts[0].is_cuda:
+            register_kernels()
 
     @classmethod
     def store(cls, weight: Tensor, recipe: Recipe, *more: Any) -> "StoredWeight":
@@ -227,11 +229,6 @@ class NVFP4Weight(StoredWeight):
     Note [Order of a stored block]; a pickled one is in NVFP4's own."""
 
     PARTS = ("stored", "block_scale", "tensor_scale")
-
-    def __init__(self, parts: tuple[Tensor, ...], shape: torch.Size, dtype: torch.dtype, recipe: Recipe) -> None:
-        super().__init__(parts, shape, dtype, recipe)
-        if parts[0].is_cuda:
-            register_kernels()
 
     stored: Tensor  # (N, K padded to 16, / 2) uint8
     block_scale: Tensor  # (N, K/16) e4m3

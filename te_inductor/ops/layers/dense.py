@@ -37,11 +37,6 @@ class DenseLayers(LinearLayers):
         row, column, shape = self._copies([x], "input", self.input, True, needed.weights)
         return row, Copy.saved(column), shape  # type: ignore[return-value]
 
-    def in_high_precision(self, dequantized: bool) -> LinearLayers:
-        from te_inductor.ops.layers.high_precision import HighDense
-
-        return HighDense(**vars(self), dequantized=dequantized)
-
     def cast_weights(self, weights: Sequence[Tensor], columnwise: bool) -> tuple[list[Copy], Saved]:
         pairs: Any = self.found(weights, columnwise)
         if pairs is None:

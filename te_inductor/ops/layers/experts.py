@@ -53,11 +53,6 @@ class ExpertLayers(LinearLayers):
         a = row if rows is None else _picked(row, quantizer, rows, places if needed.x else None, x.shape)
         return a, (row.data, row.scale_inv) if quantizer.granularity.whole else (x, None), ()
 
-    def in_high_precision(self, dequantized: bool) -> LinearLayers:
-        from te_inductor.ops.layers.high_precision import HighExperts
-
-        return HighExperts(**vars(self), dequantized=dequantized)
-
     def cast_weights(self, weights: Sequence[Tensor], columnwise: bool) -> tuple[list[Copy], Saved]:
         """Saved are the scales with which the backward casts, the column copy, and the weights where there is none."""
         quantizer, found = self.slots.weight, self.found(weights, columnwise)

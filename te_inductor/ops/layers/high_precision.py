@@ -14,7 +14,7 @@ from te_inductor.ops.casts import Copy, copies, values
 from te_inductor.ops.experts import fp8_experts_dequantize
 from te_inductor.ops.layers.dense import DenseLayers
 from te_inductor.ops.layers.experts import ExpertLayers
-from te_inductor.ops.layers.layer import Given, GradientCopies, Needed, Opened, Saved, flat
+from te_inductor.ops.layers.layer import Given, GradientCopies, LinearLayers, Needed, Opened, Saved, flat
 from te_inductor.recipes import Gemm
 from te_inductor.runtime.eager import grouped
 
@@ -111,3 +111,10 @@ class HighExperts(ExpertLayers):
         dtype = self.out_dtype if rows.amax is None else torch.float32
         found: Tensor = fp8_experts_dequantize(rows.data, rows.scale_inv, quantizer, width, dtype)
         return found if rows.amax is None else (found * (rows.amax / quantizer.two_level_max)).to(self.out_dtype)
+
+
+def of(layers: LinearLayers, dequantized: bool) -> LinearLayers:
+    """The layers whose backward multiplies in high precision what some layers have: the operands themselves, or what
+    copies of them stand for."""
+    kind = HighExperts if isinstance(layers, ExpertLayers) else HighDense
+    return kind(**vars(layers), dequantized=dequantized)

@@ -181,7 +181,9 @@ class LinearLayers(Operation):
         if operands is None:
             return self
         if operands.slots is None:
-            return self.in_high_precision(operands.dequantized)
+            from te_inductor.ops.layers import high_precision
+
+            return high_precision.of(self, operands.dequantized)
         spec = replace(self.spec, slots=operands.slots, scales=ScaleSource(), weight=Operand())
         return replace(self, spec=spec, weight=_HERE, step=_NO_STEP)
 
@@ -247,11 +249,6 @@ class LinearLayers(Operation):
     def keep_weights(self, weights: Sequence[Tensor], rows: Sequence[Copy]) -> Saved:
         """What these layers' dgrad needs of the weights, whose copies other layers' fprop has."""
         return self.cast_weights(weights, True)[1]
-
-    def in_high_precision(self, dequantized: bool) -> "LinearLayers":
-        """The layers whose backward multiplies in high precision: the operands themselves, or what copies of them stand
-        for."""
-        raise NotImplementedError
 
     def multiply(self, a: Copy | None, b: Copy, bias: Tensor | None, gemm: Gemm, given: Given) -> Tensor:
         """fprop's and dgrad's product."""
