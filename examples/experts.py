@@ -23,20 +23,22 @@ WIDTH, INNER, EXPERTS, EACH, CONTEXT, BATCH = 128, 256, 8, 2, 64, 16
 class Mixture(nn.Module):
     """A router and SwiGLU experts, as grouped products in bf16."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, inner: int = INNER, experts: int = EXPERTS, each: int = EACH) -> None:
         super().__init__()
-        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
-        self.w1, self.w3 = (nn.Parameter(torch.randn(EXPERTS, INNER, WIDTH) / WIDTH**0.5) for _ in range(2))
-        self.w2 = nn.Parameter(torch.randn(EXPERTS, WIDTH, INNER) / INNER**0.5)
+        self.each = each  # experts that a token asks
+        self.gate = nn.Linear(width, experts, bias=False)
+        self.w1, self.w3 = (nn.Parameter(torch.randn(experts, inner, width) / width**0.5) for _ in range(2))
+        self.w2 = nn.Parameter(torch.randn(experts, width, inner) / inner**0.5)
 
-    def forward(self, x: Tensor) -> Tensor:  # (T, WIDTH)
-        scores, ids = self.gate(x).softmax(-1).topk(EACH, dim=-1)
+    def forward(self, x: Tensor) -> Tensor:  # (T, width)
+        scores, ids = self.gate(x).softmax(-1).topk(self.each, dim=-1)
         ids, order = torch.sort(ids.flatten())
-        ends = torch.histc(ids.float(), bins=EXPERTS, min=0, max=EXPERTS - 1).cumsum(0, dtype=torch.int32)
-        rows = x.bfloat16()[order // EACH]
+        experts = self.gate.out_features
+        ends = torch.histc(ids.float(), bins=experts, min=0, max=experts - 1).cumsum(0, dtype=torch.int32)
+        rows = x.bfloat16()[order // self.each]
         h = F.silu(self.product(rows, self.w1, ends)) * self.product(rows, self.w3, ends)
         y = self.product(h, self.w2, ends) * scores.flatten()[order][:, None]
-        return y[torch.argsort(order)].view(-1, EACH, WIDTH).sum(1).to(x.dtype)
+        return y[torch.argsort(order)].view(-1, self.each, x.shape[-1]).sum(1).to(x.dtype)
 
     @staticmethod
     def product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
 """The programs of examples/ that have text and models of their own, at tiny sizes."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from examples import run_all, text
+from examples import curves, curves_table, run_all, text
 from tests.forked import ROOT
 
 
@@ -95,3 +96,56 @@ def test_ranks_resume(tmp_path, parallel):
 
     whole, rest = run_all.losses(printed()), run_all.losses(printed("--resume", "2"))
     assert len(whole) == 4 and rest == whole[2:]
+
+
+@pytest.fixture
+def sources():
+    """Some text for runs of a few steps."""
+    return [ROOT / "examples" / f"{name}.py" for name in ("text", "curves", "demo", "experts")]
+
+
+@pytest.mark.parametrize("shape", [pytest.param("tiny"), pytest.param("tiny-moe", marks=pytest.mark.thorough)])
+def test_curves_go_on(shape, sources, tmp_path, monkeypatch, without_codegen):
+    """A run that stops once has the log of one that does not; another run is not continued."""
+    monkeypatch.setattr(curves, "FLUSH", 2)
+    shared = text.prepare(tmp_path / "text", roots=sources, vocabulary=curves.WORDS)
+    plan = curves.Plan(shape, "delayed", tokens=4 * 128, batch=2, evaluate=4, held_out=2, digest=shared.digest)
+
+    def trained(name: str, minutes: float) -> list[dict]:
+        torch._dynamo.reset()
+        curves.Run(plan, tmp_path / name, shared, "cpu", {}).go_on(minutes, plan.steps)
+        lines = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+    whole = trained("whole", 9)
+    cut = [trained("cut", 0) for _ in range(2)]
+    assert [len(lines) for lines in cut] == [3, 6] and cut[-1] == whole
+    assert [line["step"] for line in whole[1:5]] == [1, 2, 3, 4] and len(whole[5]["held_out"]) == 2
+    other = curves.Plan(shape, "delayed", tokens=7 * 128, batch=2, digest=shared.digest)
+    with pytest.raises(ValueError, match=r"holds a run with .*tokens"):
+        curves.Run(other, tmp_path / "cut", shared, "cpu", {})
+
+
+def test_each_epoch_reads_all_of_the_text():
+    plan = curves.Plan("tiny", "bf16", batch=3)
+    read = torch.cat([plan.places(step, 6) for step in range(4)]).tolist()
+    assert sorted(read[:6]) == sorted(read[6:]) == [*range(6)] and read[:6] != read[6:]
+
+
+def test_the_table_of_curves(tmp_path, capsys):
+    """Gaps are of held-out losses at a recipe's own last evaluation, beside how far bf16's seeds are apart."""
+    for recipe, seed, apart, steps in (("bf16", 0, 0.0, 40), ("bf16", 1, 0.01, 40), ("rowwise", 0, 0.02, 20)):
+        folder = tmp_path / f"tiny-{recipe}-{seed}"
+        folder.mkdir()
+        lines = [{"plan": {"shape": "tiny", "recipe": recipe, "seed": seed, "batch": 4}}]
+        for step in range(1, steps + 1):
+            lines.append({"step": step, "loss": 9 / step + apart, "norm": 1.0, "seconds": 0.05})
+            if step % 10 == 0:
+                lines.append({"step": step, "held_out": [9 / step + apart, 8 / step + apart]})
+        (folder / "log.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    pytest.importorskip("matplotlib")
+    curves_table.main(["--folder", str(tmp_path), "--shape", "tiny"])
+    rows = capsys.readouterr().out.splitlines()
+    assert "| 0.4450 | +0.0200 ± 0.0000 | +4.71% | 50 |" in rows[4], rows
+    assert rows[-1] == "Runs of bf16 with other seeds end +0.0100 from the first."
+    assert (tmp_path / "tiny.png").stat().st_size > 10_000 and (tmp_path / "tiny.md").exists()
