@@ -25,6 +25,7 @@ from torch._inductor.codegen.cuda_combined_scheduling import CUDACombinedSchedul
 from torch._inductor.codegen.triton import TritonScheduling
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.sizevars import SizeVarAllocator
+from torch._inductor.utils import run_and_get_code
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -153,6 +154,17 @@ def has_no_hook_for_kernels() -> bool:
     return type(triton) is TritonScheduling and not hooks
 
 
+def calls_through_the_dispatcher() -> bool:
+    """An op of Python's is called by its name in torch.ops."""
+    with torch.library._scoped_library("te_inductor_faults", "DEF") as library:
+        library.define("same(Tensor x) -> Tensor")
+        library.impl("same", torch.clone, "CompositeExplicitAutograd")
+        torch.library.register_fake("te_inductor_faults::same", torch.empty_like, lib=library)
+        op = torch.ops.te_inductor_faults.same
+        _, [code] = run_and_get_code(torch.compile(lambda x: op(x)), torch.ones(4))
+    return "torch.ops.te_inductor_faults.same.default(" in code
+
+
 def orders_loops() -> bool:
     """Loops that read along the first dimension are turned round. Which is faster shows on a GPU alone."""
     i, j = sympy.symbols("i j", integer=True, nonnegative=True)
@@ -232,6 +244,7 @@ FAULTS: dict[str, Callable[[], bool]] = {
     "torch._inductor.sizevars.join_dimensions": matches_different_indices,
     "torch._inductor.lowering.lowerings": never_splits_an_argmax,
     "torch._inductor.codegen.triton.TritonScheduling.kernel_type": has_no_hook_for_kernels,
+    "torch._inductor.ir.ExternKernel.set_python_kernel_name": calls_through_the_dispatcher,
     "torch._inductor.ir.ComputedBuffer._apply_loop_reordering": orders_loops,
     "torch._guards._TLS.tracing_context": destroys_stacks,
     "torch.export._trace._export": exports_without_asking,

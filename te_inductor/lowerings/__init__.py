@@ -17,12 +17,12 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
     from torch._inductor.virtualized import V
     from torch.utils._triton import has_triton_package
 
-    from te_inductor import compat
     from te_inductor.compat.indexing import joining_dimensions_fast
     from te_inductor.lowerings import decode, permutations  # noqa: F401
     from te_inductor.lowerings.casts import experts, quantize  # noqa: F401
     from te_inductor.lowerings.choices import Choices
-    from te_inductor.lowerings.codegen.programmatic_launch import DependentLaunchKernel
+    from te_inductor.lowerings.codegen.direct_calls import called_directly
+    from te_inductor.lowerings.codegen.programmatic_launch import launched_early
     from te_inductor.lowerings.gemm import (  # noqa: F401
         deferred_wgrads,
         main_grads,
@@ -43,11 +43,11 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
 
     def wrap(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
         def compile_graph(*args: Any, **kwargs: Any) -> Any:
-            kernels = compat.patch("torch._inductor.codegen.triton.TritonScheduling.kernel_type", DependentLaunchKernel)
             with (
-                kernels,
+                launched_early(),
                 decode.replaced(),
                 joining_dimensions_fast(),
+                called_directly(),
                 V.set_choices_handler(Choices(V.choices)),
             ):
                 return compile_guarded(inner_compile, fallback, *args, **kwargs)

@@ -27,10 +27,27 @@ _TYPES = {
 }
 
 
+class Kernels:
+    """The primitives' kernels for one kind of device, each by the name of its op."""
+
+    def __init__(self, others: "Kernels | None" = None) -> None:
+        self._others = others  # the kernels of primitives that have none for this kind of device
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or self._others is None:
+            raise AttributeError(name)
+        return getattr(self._others, name)
+
+
+_EVERYWHERE = Kernels()
+KERNELS = {"cpu": _EVERYWHERE, "cuda": Kernels(_EVERYWHERE)}
+
+
 def implement_on_cuda(**kernels: Callable[..., Any]) -> None:
     """Gives ops, by their names, other kernels for CUDA tensors."""
     for name, kernel in kernels.items():
         library.impl(name, kernel, "CUDA")
+        setattr(KERNELS["cuda"], name, kernel)
 
 
 def define(
@@ -45,6 +62,7 @@ def define(
     if fake is not None:
         torch.library.register_fake(f"te_inductor::{name}", fake, lib=library)
         WRITTEN_OUT[op] = written_out or implementation
+        setattr(_EVERYWHERE, name, implementation)
     return op
 
 

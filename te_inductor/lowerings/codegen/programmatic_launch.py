@@ -23,11 +23,13 @@ Inductor has an option for such launches (`triton.enable_pdl`), whose kernels wa
 kernel in front made, known by the buffer's name: one that shares its memory has another name (torch 2.15). It is not
 used."""
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.virtualized import V
 
+from te_inductor import compat
 from te_inductor.lowerings.codegen.rereads import RereadKernel
 
 _EARLY = "te_kernels_start_early"  # attribute of a graph
@@ -74,3 +76,8 @@ class DependentLaunchKernel(RereadKernel):
         # With a torch that does not ask `_filter_pdl` any more, kernels would start early and not wait.
         assert not (is_early() and self._enable_pdl_codegen()) or self.GDC_WAIT in str(source)
         return source
+
+
+def launched_early() -> AbstractContextManager[None]:
+    """Have Triton's kernels be `DependentLaunchKernel`s where their code is generated while this context holds."""
+    return compat.patch("torch._inductor.codegen.triton.TritonScheduling.kernel_type", DependentLaunchKernel)

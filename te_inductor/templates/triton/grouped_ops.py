@@ -28,14 +28,35 @@ def _has_kernel(device: torch.device, gemm: Gemm) -> bool:
     return _kernels[key]
 
 
-def _where_it_runs(kernel: Callable[..., Tensor], plain: Callable[..., Tensor], operands: int) -> Callable[..., Tensor]:
-    """The kernel, which takes so many operands, a GEMM and a dtype last; plain torch where the device has none."""
+def _grouped_mm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    ends: Tensor,
+    bias: Tensor | None,
+    gemm: Gemm,
+    out_dtype: torch.dtype,
+    alpha: Tensor | None = None,
+) -> Tensor:
+    if not _has_kernel(a.device, gemm):
+        return grouped.grouped_mm(a, a_scale, b, b_scale, ends, bias, gemm, out_dtype, alpha)
+    return grouped_mm(a, a_scale, b, b_scale, ends, bias, gemm, out_dtype)
 
-    def multiply(*given: Any) -> Tensor:
-        has_kernel = _has_kernel(given[0].device, given[operands - 2])
-        return kernel(*given[:operands]) if has_kernel else plain(*given)
 
-    return multiply
+def _grouped_wgrad(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    starts: Tensor,
+    gemm: Gemm,
+    out_dtype: torch.dtype,
+    alpha: Tensor | None = None,
+) -> Tensor:
+    if not _has_kernel(a.device, gemm):
+        return grouped.grouped_wgrad(a, a_scale, b, b_scale, starts, gemm, out_dtype, alpha)
+    return grouped_wgrad(a, a_scale, b, b_scale, starts, gemm, out_dtype)
 
 
 def _accumulate_grouped_wgrad(
@@ -87,8 +108,8 @@ def _quantize_groups(
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
-    "grouped_mm": _where_it_runs(grouped_mm, grouped.grouped_mm, 8),
-    "grouped_wgrad": _where_it_runs(grouped_wgrad, grouped.grouped_wgrad, 7),
+    "grouped_mm": _grouped_mm,
+    "grouped_wgrad": _grouped_wgrad,
     "accumulate_grouped_wgrad": _accumulate_grouped_wgrad,
     "quantize_experts": _quantize_experts,
     "quantize_experts_delayed": _quantize_experts_delayed,
