@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from examples import curves, curves_table, run_all, text
+from examples import curves, curves_table, full_finetune, run_all, text
+from examples.shapes import llama
 from tests.forked import ROOT
 
 
@@ -60,7 +61,6 @@ def test_what_is_stored_is_generated_from(tmp_path):
     from transformers import PreTrainedTokenizerFast
 
     from examples import generate
-    from examples.shapes import llama
 
     source = tmp_path / "a.txt"
     source.write_text("some text, and some more of it\n" * 9)
@@ -149,3 +149,42 @@ def test_the_table_of_curves(tmp_path, capsys):
     assert "| 0.4450 | +0.0200 ± 0.0000 | +4.71% | 50 |" in rows[4], rows
     assert rows[-1] == "Runs of bf16 with other seeds end +0.0100 from the first."
     assert (tmp_path / "tiny.png").stat().st_size > 10_000 and (tmp_path / "tiny.md").exists()
+
+
+@pytest.mark.thorough
+def test_an_optimizer_in_the_backward_is_the_optimizer(without_codegen):
+    """Parameters that are stepped in hooks have the losses of a loop that steps them behind the backward."""
+    tokens = full_finetune.batches(torch.arange(99) % 32, 4, 2, 16)
+
+    def losses(in_backward: bool) -> list[float]:
+        torch._dynamo.reset()
+        model = llama("tiny", 32, dtype=torch.bfloat16)
+        loss, optimizers = full_finetune.objective(model, "delayed", {}), []
+        if in_backward:
+            optimizers = full_finetune.step_in_backward(model, "adamw", 0.0)
+        else:
+            optimizers = [torch.optim.AdamW(model.parameters(), fused=True)]
+        full_finetune.set_rate(optimizers, 1e-2)
+        found = []
+        for batch in tokens:
+            value = loss(batch)
+            value.backward()
+            if in_backward:
+                assert all(parameter.grad is None for parameter in model.parameters())
+            else:
+                optimizers[0].step()
+                optimizers[0].zero_grad()
+            found.append(value.item())
+        return found
+
+    assert losses(True) == losses(False)
+
+
+def test_sums_of_a_full_finetune():
+    """Llama-3-8B: 16 GB of weights, as much of states, and what 32 layers save of 8192 tokens."""
+    model = llama("8b", 128256, device="meta", dtype=torch.bfloat16)
+    sums = full_finetune.expected(model, 8192, "delayed", {}, "8bit")
+    assert sums["weights"] == 16_060_522_496 and sums["saved for the backward"] == pytest.approx(
+        0.67 * 32 * 736 * 2**20
+    )
+    assert sum(sums.values()) < 80e9
