@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_inductor
 from te_inductor import errors, explain, recipes
-from te_inductor.passes.pre_grad.decide.cast_costs import Layer, Layers
+from te_inductor.passes.pre_grad.decide.cast_costs import BackwardGemm, Layer, Layers
 from te_inductor.passes.pre_grad.decide.size_rule import of_layers
 from te_inductor.targets import sm90
 from tests.backend.delayed_programs import Blocks
@@ -222,9 +222,9 @@ def test_the_size_rule_counts_what_is_saved():
     """Three GEMMs in low precision save three times what one does; what is dequantized costs bytes."""
     rates = sm90.H200
     own = Layers(16384, 4096, (Layer(4096, "kernel"),), "kernel", "tensor")
-    high = Layers(16384, 4096, (Layer(4096, "kernel"),), "kernel", "tensor", False, False, high=2)
+    high = Layers(16384, 4096, (Layer(4096, "kernel"),), "kernel", "tensor", *[BackwardGemm(high=True)] * 2)
     low = Layers(
-        16384, 4096, (Layer(4096, "kernel"),), "kernel", "tensor", False, False, high=2, dequantized=(True, True)
+        16384, 4096, (Layer(4096, "kernel"),), "kernel", "tensor", *[BackwardGemm(high=True, dequantized=True)] * 2
     )
     first, second, third = (of_layers(one, rates) for one in (own, high, low))
     assert first.bf16_s == pytest.approx(second.bf16_s) == pytest.approx(third.bf16_s)

@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from te_inductor import explain
 from te_inductor.distributed.parallel import Parallel
 from te_inductor.passes.pre_grad.decide import size_rule
-from te_inductor.passes.pre_grad.decide.cast_costs import Layer, Layers, casts_of
+from te_inductor.passes.pre_grad.decide.cast_costs import BackwardGemm, Layer, Layers, casts_of
 from te_inductor.recipes import Float8CurrentScaling, Float8RowwiseScaling
 from te_inductor.targets import sm90
 from tests.rates import H100, H200, rated
@@ -47,10 +47,8 @@ def t5():
 
 
 def weights(groups, m: int, recipe: str, device: str, training: bool = True):
-    layers = (
-        Layers(m, k, tuple(Layer(*one) for one in each), x, SCALES[recipe], dgrad=training, wgrad=training)
-        for each, k, x in groups
-    )
+    backward = [BackwardGemm() if training else None] * 2
+    layers = (Layers(m, k, tuple(Layer(*one) for one in each), x, SCALES[recipe], *backward) for each, k, x in groups)
     return [size_rule.of_layers(one, RATES[device]) for one in layers]
 
 
@@ -153,24 +151,25 @@ def test_bytes_of_casts():
     assert moved("tensor").bytes == (2 + 3) * x + (6 + 2) * w + 3 * dy
     assert moved("rows").bytes == (2 + 6) * x + (6 + 4) * w + 6 * dy
     assert moved("blocks").bytes == 2 * x + 6 * w
-    assert moved(dgrad=False, wgrad=False).bytes == -x + 3 * w
-    assert moved(wgrad=False).bytes == (-1 + 1) * x + 7 * w + (1 - 2 + 1) * dy  # of a frozen weight
+    assert moved(dgrad=None, wgrad=None).bytes == -x + 3 * w
+    assert moved(wgrad=None).bytes == (-1 + 1) * x + 7 * w + (1 - 2 + 1) * dy  # of a frozen weight
     assert moved(weights="once").bytes == 3 * x + 5 * w + dy
-    assert moved(weights="once", dgrad=False, wgrad=False).bytes == -x + 2 * w
+    assert moved(weights="once", dgrad=None, wgrad=None).bytes == -x + 2 * w
     assert moved(weights="gathered").bytes == 3 * x + 2 * w + dy
     assert (moved().launches, moved("tensor").launches) == (3, 9)
     # Another recipe's casts read each tensor again, with the amaxes that its own copies want.
-    other = moved(of_dgrad="rows", of_wgrad="rows")
+    rows, blocks = BackwardGemm("rows"), BackwardGemm("blocks")
+    other = moved(dgrad=rows, wgrad=rows)
     assert other.bytes == (-1 + 3 + 1 + 2) * x + (3 + 1) * w + (3 + 2) * w + 6 * dy
-    assert moved(of_wgrad="blocks").bytes == (-1 + 3 + 1) * x + 7 * w + (1 - 2 + 1) * dy + 3 * dy
-    apart = moved(of_dgrad="rows", of_wgrad="blocks")
+    assert moved(wgrad=blocks).bytes == (-1 + 3 + 1) * x + 7 * w + (1 - 2 + 1) * dy + 3 * dy
+    apart = moved(dgrad=rows, wgrad=blocks)
     assert apart.bytes == (-1 + 3 + 1) * x + (3 + 1) * w + (3 + 2) * w + (1 - 2 + 3) * dy + 3 * dy
     assert (other.launches, apart.launches) == (9, 8)
 
 
 def test_each_gemm_has_the_rate_of_its_scales():
     one = Layers(8192, 4096, (Layer(4096, "kernel"),), "kernel", "rows")
-    mixed = replace(one, of_dgrad="blocks", of_wgrad="blocks")
+    mixed = replace(one, dgrad=BackwardGemm("blocks"), wgrad=BackwardGemm("blocks"))
     blocks = size_rule.of_layers(replace(one, scales="blocks"), RATES[H200]).saved_s
     rows = size_rule.of_layers(one, RATES[H200]).saved_s
     found = size_rule.of_layers(mixed, RATES[H200])
@@ -326,7 +325,8 @@ def test_what_makes_the_tensors_of_a_graph(monkeypatch):
     ]
     [down] = found[64]
     assert (down.x, down.layers[0].gradient) == ("kernel", "shared kernel") and down.m == 16
-    assert (found[32][0].dgrad, found[32][0].wgrad, found[32][1].dgrad) == (False, True, True)
+    own = BackwardGemm()
+    assert (found[32][0].dgrad, found[32][0].wgrad, found[32][1].dgrad) == (None, own, own)
     assert all(one.scales == "known" for one in found[32]) and not any(
         site.kernel != "high_precision" for site in report.sites
     )

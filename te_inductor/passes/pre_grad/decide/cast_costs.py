@@ -61,6 +61,15 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class BackwardGemm:
+    """What dgrad or wgrad multiplies."""
+
+    scales: Scales | None = None  # of another recipe, which casts it; None: those of the layers
+    high: bool = False  # whether it is not cast
+    dequantized: bool = False  # whether it is then what fprop's copies stand for
+
+
+@dataclass(frozen=True)
 class Layers:
     """Layers of one input and recipe."""
 
@@ -69,13 +78,9 @@ class Layers:
     layers: tuple[Layer, ...]
     x: Maker
     scales: Scales
-    dgrad: bool = True  # in low precision
-    wgrad: bool = True
+    dgrad: BackwardGemm | None = BackwardGemm()
+    wgrad: BackwardGemm | None = BackwardGemm()
     weights: Weights = "each_call"
-    high: int = 0  # GEMMs of the backward in high precision
-    dequantized: tuple[bool, bool] = (False, False)  # whether dgrad, wgrad multiply what fprop's copies stand for
-    of_dgrad: Scales | None = None  # of another recipe, which casts what dgrad multiplies; None: `scales`
-    of_wgrad: Scales | None = None  # the same of wgrad
 
     @property
     def n(self) -> int:
@@ -83,15 +88,25 @@ class Layers:
         return sum(layer.n for layer in self.layers)
 
     @property
-    def gemms(self) -> int:
-        """The GEMMs of each layer in low precision."""
-        return 1 + self.dgrad + self.wgrad
+    def low(self) -> tuple[BackwardGemm | None, BackwardGemm | None]:
+        """dgrad and wgrad, where they are in low precision."""
+        dgrad, wgrad = (None if one is None or one.high else one for one in (self.dgrad, self.wgrad))
+        return dgrad, wgrad
 
     @property
     def each(self) -> tuple[Scales, ...]:
         """The scales of each GEMM in low precision, fprop's first."""
-        backward = (self.dgrad, self.of_dgrad), (self.wgrad, self.of_wgrad)
-        return self.scales, *(other or self.scales for low, other in backward if low)
+        return self.scales, *(one.scales or self.scales for one in self.low if one)
+
+    @property
+    def gemms(self) -> int:
+        """The GEMMs of each layer in low precision."""
+        return len(self.each)
+
+    @property
+    def high(self) -> int:
+        """The GEMMs of each layer in high precision."""
+        return sum(one is not None and one.high for one in (self.dgrad, self.wgrad))
 
     @property
     def flops(self) -> int:
@@ -116,18 +131,19 @@ def casts_of(layers: Layers) -> Casts:
 
 def _input(layers: Layers) -> tuple[int, int]:
     moved, launches = _copies(layers.x, 1), int(layers.x == "memory")
-    if layers.wgrad:
+    _, wgrad = layers.low
+    if wgrad:
         moved, launches = moved + _READ + 1, launches + 1
-    shared = layers.wgrad and layers.of_wgrad is None
+    shared = wgrad is not None and wgrad.scales is None
     scales, more = _scales(layers, layers.scales, layers.x, 1 + shared)
-    if layers.wgrad and layers.of_wgrad is not None:
-        scales, more = _added((scales, more), _scales(layers, layers.of_wgrad, "memory", 1))
+    if wgrad and wgrad.scales:
+        scales, more = _added((scales, more), _scales(layers, wgrad.scales, "memory", 1))
     return layers.m * layers.k * (moved + scales), launches + more
 
 
 def _values(layers: Layers) -> tuple[int, int]:
     """The copies that a backward in high precision writes out."""
-    of_weights, of_x = layers.dequantized
+    of_weights, of_x = (one is not None and one.dequantized for one in (layers.dgrad, layers.wgrad))
     elements = of_weights * layers.n * layers.k + of_x * layers.m * layers.k
     return (1 + _READ) * elements, of_weights * len(layers.layers) + of_x
 
@@ -148,18 +164,18 @@ def _gradients(layers: Layers) -> tuple[int, int]:
 
 def _casts_of_gradients(layers: Layers) -> list[tuple[Scales, int]]:
     """The scales of each cast of a gradient, and how many copies it makes."""
-    low = [layers.of_dgrad] * layers.dgrad + [layers.of_wgrad] * layers.wgrad
+    low = [one.scales for one in layers.low if one]
     return [(other or layers.scales, low.count(other)) for other in dict.fromkeys(low)]
 
 
 def _weights(layers: Layers) -> tuple[int, int]:
-    elements, count = layers.n * layers.k, len(layers.layers)
+    elements, count, (dgrad, _) = layers.n * layers.k, len(layers.layers), layers.low
     if layers.weights == "gathered":
-        return (_READ * elements, count) if layers.dgrad else (0, 0)
-    shared = layers.dgrad and layers.of_dgrad is None
+        return (_READ * elements, count) if dgrad else (0, 0)
+    shared = dgrad is not None and dgrad.scales is None
     moved, launches = _of_weights(layers, layers.scales, 1 + shared)
-    if layers.dgrad and layers.of_dgrad is not None:
-        moved, launches = _added((moved, launches), _of_weights(layers, layers.of_dgrad, 1))
+    if dgrad and dgrad.scales:
+        moved, launches = _added((moved, launches), _of_weights(layers, dgrad.scales, 1))
     return elements * moved, count * launches
 
 
@@ -168,7 +184,7 @@ def _of_weights(layers: Layers, scales: Scales, copies: int) -> tuple[int, int]:
     moved, launches = _scales(layers, scales, "memory", copies)
     if layers.weights == "once":
         # In inference none has changed. In training all have: a step of one microbatch.
-        return (_READ + copies + moved if layers.dgrad else _READ), 1
+        return (_READ + copies + moved if layers.low[0] else _READ), 1
     return copies * (_READ + 1) + moved, copies + launches
 
 

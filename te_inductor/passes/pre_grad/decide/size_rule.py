@@ -50,7 +50,16 @@ from te_inductor import targets
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.decide import graph_time
-from te_inductor.passes.pre_grad.decide.cast_costs import Layer, Layers, Maker, Makers, Scales, Weights, casts_of
+from te_inductor.passes.pre_grad.decide.cast_costs import (
+    BackwardGemm,
+    Layer,
+    Layers,
+    Maker,
+    Makers,
+    Scales,
+    Weights,
+    casts_of,
+)
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites import exchanges
 from te_inductor.passes.pre_grad.sites.products import hint
@@ -181,15 +190,9 @@ def _judged(
 
 def _layers(rows: int, sites: Sequence[Candidate], makers: Makers, weights: str) -> Layers:
     match = sites[0].match
-    gemms = {gemm for site in sites for gemm, _ in site.match.gemms()}
-    slots: Slots = sites[0].slots  # type: ignore[assignment]
-    high = {gemm for gemm in gemms if getattr(slots, gemm).is_high}
-    written = [
-        gemm in high and bool(operands and operands.dequantized)
-        for gemm, operands in (("dgrad", slots.dgrad_operands), ("wgrad", slots.wgrad_operands))
-    ]
+    dgrad, wgrad = _backward(sites)
     x = makers.of_input(match)
-    if "wgrad" in high and not written[1] and x == "kernel":
+    if wgrad and wgrad.high and not wgrad.dequantized and x == "kernel":
         x = "shared kernel"  # wgrad reads it too
     kept: Weights = "once" if weights == "once" else "each_call"
     return Layers(
@@ -198,18 +201,26 @@ def _layers(rows: int, sites: Sequence[Candidate], makers: Makers, weights: str)
         tuple(Layer(site.match.sizes[1], _gradient(site, makers)) for site in sites),
         x,
         _scales(sites[0]),
-        "dgrad" in gemms - high,
-        "wgrad" in gemms - high,
+        dgrad,
+        wgrad,
         "gathered" if _is_gathered(match) else kept,
-        len(high),
-        (written[0], written[1]),
-        *map(_of_another, (slots.dgrad_operands, slots.wgrad_operands)),
     )
 
 
-def _of_another(operands: Operands | None) -> Scales | None:
-    """The scales of another recipe's casts of a backward, which no forward shares."""
-    return None if operands is None or operands.slots is None else _scales_of(operands.slots)
+def _backward(sites: Sequence[Candidate]) -> tuple[BackwardGemm | None, BackwardGemm | None]:
+    """dgrad and wgrad of layers of one recipe, where any has them."""
+    gemms = {gemm for site in sites for gemm, _ in site.match.gemms()}
+    slots: Slots = sites[0].slots  # type: ignore[assignment]
+
+    def of(gemm: str, operands: Operands | None) -> BackwardGemm | None:
+        if gemm not in gemms:
+            return None
+        if operands is None:
+            return BackwardGemm()
+        other = operands.slots
+        return BackwardGemm(None if other is None else _scales_of(other), other is None, operands.dequantized)
+
+    return of("dgrad", slots.dgrad_operands), of("wgrad", slots.wgrad_operands)
 
 
 def _gradient(site: Candidate, makers: Makers) -> Maker:
@@ -227,12 +238,10 @@ def _weigh_experts(
     rows: int, sites: Sequence[Candidate], makers: Makers, weights: str, rates: targets.Rates
 ) -> Weighing:
     match, n = sites[0].match, sum(site.match.sizes[1] for site in sites)
-    gemms = sum(not getattr(sites[0].slots, gemm).is_high for gemm, _ in match.gemms())
-    slots: Slots = sites[0].slots  # type: ignore[assignment]
-    others = map(_of_another, (slots.dgrad_operands, slots.wgrad_operands))
-    each: list[Scales] = [_scales(sites[0]), *(one for one in others if one is not None)]
+    backward = [one for one in _backward(sites[:1]) if one and not one.high]
+    each: list[Scales] = [_scales(sites[0]), *(one.scales for one in backward if one.scales)]
     dearest = max(each, key=lambda one: EXPERTS_MOVED[one])
-    return of_experts(rows, n, match.sizes[2], match.experts, gemms, dearest, rates)
+    return of_experts(rows, n, match.sizes[2], match.experts, 1 + len(backward), dearest, rates)
 
 
 @dataclass(frozen=True)
