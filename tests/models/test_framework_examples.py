@@ -57,6 +57,17 @@ def test_sft_trains_adapters_and_resumes(environment, tmp_path):
     assert {"base_layer", "default"} <= sites and equal(scales, te_inductor.state_dict(cut.model))
 
 
+def test_grpo_scores_what_it_has_sampled(tmp_path):
+    """The log-probabilities of rollout and training are near each other, and without a recipe equal to round-off."""
+    grpo = example("grpo", "trl", "datasets")
+    given = ["--folder", str(tmp_path), "--steps", "2", "--warm-up", "5", "--batch", "16", "--recipe"]
+    low = grpo.main([*given, "current"])
+    torch._dynamo.reset()
+    plain = grpo.main([*given, "current", "--options", '{"policy": {"*": "none"}}'])
+    assert [line["step"] for line in low] == [1, 2]
+    assert all(line["max_apart"] < 1e-4 for line in plain) and all(1e-4 < line["mean_apart"] < 0.2 for line in low)
+
+
 def test_diffusers_compiles_repeated_blocks(tmp_path):
     run = example("diffusers_run", "diffusers")
     flux = run.model()
