@@ -38,8 +38,10 @@ if TYPE_CHECKING:
     from te_inductor.backend import te as te
     from te_inductor.presentation.report import Report as Report
     from te_inductor.presentation.report import Site as Site
+    from te_inductor.presentation.statistics import SampleLoss as SampleLoss
     from te_inductor.presentation.statistics import SlotStatistics as SlotStatistics
     from te_inductor.presentation.statistics import Statistics as Statistics
+    from te_inductor.presentation.statistics import StepCounts as StepCounts
     from te_inductor.recipes.regions import autocast as autocast
     from te_inductor.runtime.gradients.deferred_wgrads import backward_dw as backward_dw
 
@@ -73,8 +75,10 @@ _HOME = {  # of each name, the module that has it, or is it
     "te": "te_inductor.backend",
     "Report": "te_inductor.presentation.report",
     "Site": "te_inductor.presentation.report",
+    "SampleLoss": "te_inductor.presentation.statistics",
     "SlotStatistics": "te_inductor.presentation.statistics",
     "Statistics": "te_inductor.presentation.statistics",
+    "StepCounts": "te_inductor.presentation.statistics",
 }
 
 _LIGHT = (  # which need no ops

@@ -26,6 +26,7 @@ Weights = Literal["each_call", "once"]
 Wgrad = Literal["grad", "main_grad", "deferred"]
 Attention = Literal["auto", "as_written"]
 Logits = Literal["keep", "omit"]
+Guard = Literal["warn", "heal", "off"]
 
 
 def _parse_policy(policy: object, source: str | None) -> tuple[tuple[str | Callable[..., bool], object], ...]:
@@ -138,6 +139,12 @@ OPTIONS = {
             "one all-reduce of all amaxes in the forward, and one in the backward",
             not_of_programs="it is for delayed scaling, which keeps state",
         ),
+        _choices(
+            "guard",
+            '"heal": the first call of each graph compiles two, and each call has the host read what the last one counted',
+            *("warn", "heal", "off"),
+            not_of_programs="it is for delayed scaling, which keeps state",
+        ),
         Option(
             "mode",
             '"default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"',
@@ -165,6 +172,7 @@ class Options:
     wgrad: Wgrad = "grad"
     attention: Attention = "auto"
     logits: Logits = "keep"
+    guard: Guard = "warn"
     backward: object = None
     amax_group: Any = None
     mode: str | None = None

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -167,10 +167,33 @@ def misfitting(counts: Iterable[tuple[str, tuple[int, ...]]]) -> str:
         "te_inductor: delayed scaling cast tensors with scales that did not suit them, as their amaxes were far from those"
         " of earlier steps (said once):\n"
         + "\n".join(lines)
-        + "\nClip outliers in front of these layers. Where magnitudes change from step to step, give the layers recipe"
-        " 'current', which needs no history, by the option 'policy', or pass DelayedScaling(margin=…) against values cut"
+        + "\nClip outliers in front of these layers, or keep them out of histories by the option guard='heal'. Where"
+        " magnitudes change from step to step, give the layers recipe 'current', which needs no history, by the option"
+        " 'policy', or pass DelayedScaling(margin=…) against values cut"
         " off, and a shorter amax_history_len against lost digits"
     )
+
+
+GUARD_RESIZED = (
+    "te_inductor guard: sizes of inputs changed by a factor of 2 or more, so that this call casts by own amaxes"
+)
+
+
+def guard_kept_out(tensors: Sequence[str]) -> str:
+    """The text of the log about outliers that enter no history."""
+    return f"te_inductor guard: an outlier was kept out of the history of {_some(tensors)}"
+
+
+def guard_casts(tensors: Sequence[str]) -> str:
+    """The text of the log about calls in which tensors are cast by their own amaxes."""
+    return (
+        f"te_inductor guard: calls cast by own amaxes until scales suit again, as those of {_some(tensors)} did not; give"
+        " a layer that keeps coming back recipe 'rowwise', 'block' or 'none' by the option 'policy'"
+    )
+
+
+def _some(tensors: Sequence[str]) -> str:
+    return ", ".join(tensors[:8]) + (f" and {len(tensors) - 8} more" if len(tensors) > 8 else "")
 
 
 def state_was_lost(fqns: Iterable[str]) -> str:

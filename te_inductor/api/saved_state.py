@@ -1,9 +1,10 @@
 """`te_inductor.state_dict` and `load_state_dict`: the state of delayed scaling, by module path.
 
-One quantizer has two entries::
+One quantizer has two entries, and a third, of two counts, where a guard heals::
 
     layers.0.mlp.gate_proj.input.scale          ()                   the factor before the cast
     layers.0.mlp.gate_proj.input.amax_history   (amax_history_len,)  slot 0: recorded since the last update; newest last
+    layers.0.mlp.gate_proj.input.guard          (2,)                 steps kept out of the history, steps by own amaxes
 
 and stands under the name of the parameter whose linear layer it serves, without a last `weight`, in the slots `input`,
 `weight` and `grad_output`. Sites that read one tensor share its quantizer, and layers that run as one GEMM share all of
@@ -22,6 +23,7 @@ from te_inductor.errors import StateError, wrong_type
 from te_inductor.presentation.paths import without_wrappers
 from te_inductor.runtime.eager.delayed import FP32_MAX, FP32_TINY
 from te_inductor.runtime.state import store
+from te_inductor.runtime.state.misfits import ACTS, acts_of, restart_acts
 from te_inductor.runtime.state.state_sites import (
     ROOT,
     SLOTS,
@@ -65,9 +67,12 @@ def state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 def _state_dict(model: nn.Module) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
-    for parameter, names in parameters_of(model):
+    parameters = parameters_of(model)
+    acts = acts_of([found for parameter, _ in parameters for found in store.states_of(parameter).values()])
+    for parameter, names in parameters:
         entries = places_of(store.loaded_of(parameter), names)
-        entries |= {place: found.save() for place, found in places_of(store.states_of(parameter), names).items()}
+        held = places_of(store.states_of(parameter), names)
+        entries |= {place: found.save() | acts.get(found, {}) for place, found in held.items()}
         for place in sorted(entries, key=order_of):
             for field, tensor in entries[place].items():
                 state[f"{name_of(place, names)}.{field}"] = tensor.clone()
@@ -101,13 +106,14 @@ def _load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool
     unexpected = []
     for key, value in _entries(state):
         name, _, field = key.rpartition(".")
-        parsed = parse(name, owners) if field in FIELDS else None
+        parsed = parse(name, owners) if field in (*FIELDS, ACTS) else None
         if parsed is None:
             unexpected.append(key)
         else:
             found.setdefault(parsed, {})[field] = _checked(key, field, value)
     halves = [f"{join(*parsed)}.{field}" for parsed, saved in found.items() for field in FIELDS if field not in saved]
-    missing = list(dict.fromkeys([*(key for key in _state_dict(model) if key not in state), *halves]))
+    held = (key for key in _state_dict(model) if not key.endswith(f".{ACTS}"))
+    missing = list(dict.fromkeys([*(key for key in held if key not in state), *halves]))
     if strict and (missing or unexpected):
         raise StateError(_complaint(missing, unexpected))
     targets = [(_target(*owners[base], use, slot, saved), saved) for (base, use, slot), saved in found.items()]
@@ -118,6 +124,7 @@ def _load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool
         elif isinstance(target, QuantizerState):
             target.load(saved)
             loaded.add(target)
+            restart_acts(target)
         else:
             store.keep(*target, saved)
     return Keys(missing, unexpected)
@@ -209,6 +216,8 @@ def _checked(key: str, field: str, value: object) -> Tensor:
         raise StateError(f"{key} is {value.tolist()!r:.80}, expected one positive number that fp32 can invert")
     if field == "amax_history" and (copy.dim() != 1 or not len(copy)):
         raise StateError(f"{key} has shape {tuple(value.shape)}, expected (amax_history_len,)")
+    if field == ACTS and (copy.shape != (2,) or bool((copy < 0).any())):
+        raise StateError(f"{key} is {value.tolist()!r:.80}, expected two counts of steps")
     if field == "amax_history" and bool((copy < 0).any()):
         raise StateError(f"{key} holds {copy.min().item():.6g}, expected magnitudes")
     return copy.reshape(()) if field == "scale" else copy

@@ -9,7 +9,7 @@ tensors themselves, which fused kernels never store. A sample is a batch on whic
 and in high precision, as for `accuracy_report`; delayed scaling casts it by the scales that the next step would have."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import astuple, fields, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from te_inductor.api.accuracy_figures import AccuracyReport, OperandAccuracy
 from te_inductor.api.saved_state import order_of, parameters_of, places_of
 from te_inductor.backend import parse, te
 from te_inductor.presentation.paths import grouped, plain, without_wrappers
-from te_inductor.presentation.statistics import SlotStatistics, Statistics, headroom
+from te_inductor.presentation.statistics import SampleLoss, SlotStatistics, Statistics, StepCounts, headroom
 from te_inductor.recipes import DelayedScaling, Recipe
 from te_inductor.runtime.state import store
 from te_inductor.runtime.state.misfits import Misfits, counts_of
@@ -87,7 +87,10 @@ def _slot(fqn: str, key: Key, values: tuple[float, float], counts: Misfits | Non
     made = SlotStatistics(fqn, slot, key.recipe.name, element.name, scale=scale)
     if amax > 0:
         made = replace(made, amax=amax, headroom=headroom(element.max, amax, scale))
-    return made if counts is None else replace(made, **counts._asdict())
+    if counts is None:
+        return made
+    names = [one.name for one in fields(StepCounts)]  # all but what only the guard asks
+    return replace(made, counts=StepCounts(**{name: getattr(counts, name) for name in names}))
 
 
 def _live_scale(parameter: Tensor, site: StateSite, recipe: Recipe) -> Tensor | None:
@@ -114,10 +117,7 @@ def _with_sample(slots: list[SlotStatistics], report: AccuracyReport) -> list[Sl
 def _sampled(known: SlotStatistics, operand: OperandAccuracy) -> SlotStatistics:
     """Adds a cast of a sample; the worst counts where a tensor is cast several times, as by blocks."""
     error = 0.0 if operand.sqnr_db is None else 10 ** (-operand.sqnr_db / 20)
-    return replace(
-        known,
-        amax=operand.amax if known.amax is None else known.amax,
-        relative_error=max(error, known.relative_error or 0.0),
-        saturated=max(operand.saturated, known.saturated or 0.0),
-        flushed=max(operand.underflowed, known.flushed or 0.0),
-    )
+    loss, other = SampleLoss(error, operand.saturated, operand.underflowed), known.sample
+    if other is not None:
+        loss = SampleLoss(*(max(pair) for pair in zip(astuple(loss), astuple(other), strict=True)))
+    return replace(known, amax=operand.amax if known.amax is None else known.amax, sample=loss)

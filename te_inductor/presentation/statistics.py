@@ -11,9 +11,36 @@ from te_inductor.presentation.tables import Column, tabulated, wrapped
 
 
 @dataclass(frozen=True)
+class StepCounts:
+    """The steps of one tensor under delayed scaling that were counted."""
+
+    steps: int  # all of them
+    cut: int  # those whose values were cut off
+    coarse: int  # those whose values lost digits
+    first: int  # which was the first of either; 0: none
+    nonfinite: int  # those in which the tensor held an inf or NaN, on this rank
+    jumps: int  # those that moved the scale by a factor of more than 16
+    own: int  # those that cast by own amaxes: first ones, and those that a guard chose
+    kept_out: int  # those whose amax a guard has kept out of the history
+
+    @property
+    def misfits(self) -> int:
+        """The steps whose scale did not suit the tensor."""
+        return self.cut + self.coarse
+
+
+@dataclass(frozen=True)
+class SampleLoss:
+    """What the cast of one tensor of a sample loses."""
+
+    relative_error: float  # the norm of the error over that of the tensor
+    saturated: float  # share of values beyond the largest that their scale can hold
+    flushed: float  # share of the values that are not 0 that became 0
+
+
+@dataclass(frozen=True)
 class SlotStatistics:
-    """One of the tensors of one layer. Delayed scaling counts steps; what it does not count, and what was not sampled, is
-    None."""
+    """One of the tensors of one layer. What recipes do not keep, or was not counted or sampled, is None."""
 
     fqn: str  # module path from the root of the model
     slot: str  # "input", "weight", "grad_output"
@@ -24,20 +51,13 @@ class SlotStatistics:
     headroom: float | None = (
         None  # log2 of the largest value that the scale can hold over the amax; below 0: too little
     )
-    steps: int | None = None  # how many were counted
-    cut: int | None = None  # steps whose values were cut off
-    coarse: int | None = None  # steps whose values lost digits
-    first: int | None = None  # which step was the first of either; 0: none
-    nonfinite: int | None = None  # steps in which the tensor held an inf or NaN, on this rank
-    jumps: int | None = None  # steps that moved the scale by a factor of more than 16
-    relative_error: float | None = None  # of the sample: the norm of the error over that of the tensor
-    saturated: float | None = None  # of the sample: share of values beyond the largest that their scale can hold
-    flushed: float | None = None  # of the sample: share of the values that are not 0 that became 0
+    counts: StepCounts | None = None
+    sample: SampleLoss | None = None
 
     @property
     def misfits(self) -> int:
         """The steps whose scale did not suit the tensor."""
-        return (self.cut or 0) + (self.coarse or 0)
+        return 0 if self.counts is None else self.counts.misfits
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,7 +76,8 @@ class Statistics:
         return {
             f"{one.fqn or '(root)'}/{one.slot}/{name}": float(value)
             for one in self.slots
-            for name, value in asdict(one).items()
+            for part in (one, one.counts, one.sample)
+            for name, value in (vars(part) if part is not None else {}).items()
             if isinstance(value, int | float)
         }
 
@@ -98,6 +119,8 @@ _COLUMNS = (
     Column("coarse", right=True),
     Column("inf, NaN", right=True),
     Column("jumps", right=True, optional=True),
+    Column("own", right=True, optional=True),
+    Column("kept out", right=True),
     Column("error", right=True),
     Column("saturated", right=True),
     Column("flushed", right=True),
@@ -107,7 +130,10 @@ _COLUMNS = (
 def _headline(slots: Sequence[SlotStatistics]) -> str:
     """How many tensors there are, and which to look at first."""
     worst = sorted((one for one in slots if one.misfits), key=lambda one: -one.misfits)
-    names = ", ".join(f"{plain(one.fqn) or '(root)'}.{one.slot} ({one.misfits} of {one.steps})" for one in worst[:3])
+    found = [
+        (f"{plain(one.fqn) or '(root)'}.{one.slot}", one.misfits, one.counts.steps) for one in worst[:3] if one.counts
+    ]
+    names = ", ".join(f"{name} ({misfits} of {steps})" for name, misfits, steps in found)
     line = f"te_inductor: {len(slots)} tensors in low precision; {len(worst)} had steps whose scale did not suit them"
     return f"{line}: {names}" if names else line
 
@@ -127,16 +153,13 @@ def _rows(slots: Sequence[SlotStatistics], details: bool) -> Iterator[tuple[str,
             _number(max, [one.amax for one in group]),
             _number(min, [one.scale for one in group]),
             _number(min, [one.headroom for one in group], ".1f"),
-            _number(max, [one.steps for one in group], "d"),
-            *(
-                _number(max, [getattr(one, field) for one in group], "d")
-                for field in ("cut", "coarse", "nonfinite", "jumps")
-            ),
-            *(_number(max, [getattr(one, field) for one in group], ".2%") for field in _SAMPLED),
+            *(_number(max, [getattr(one.counts, field, None) for one in group], "d") for field in _COUNTED),
+            *(_number(max, [getattr(one.sample, field, None) for one in group], ".2%") for field in _SAMPLED),
         )
         last = name
 
 
+_COUNTED = ("steps", "cut", "coarse", "nonfinite", "jumps", "own", "kept_out")
 _SAMPLED = ("relative_error", "saturated", "flushed")
 
 

@@ -68,6 +68,7 @@ class ScaleUpdate(Constant):
     element: str  # "e4m3" or "e5m2"
     groups: tuple[str, ...] = ()  # names of process groups, over which amaxes are reduced one after another
     agreement: str | None = None  # they are where all ranks agreed on it: `distributed/agreement.py`; None: always
+    heals: bool = False  # whether outliers are kept out of histories: Note [A guard that heals]
 
     @property
     def format(self) -> Element:
@@ -83,3 +84,8 @@ class ScaleUpdate(Constant):
         """The values between which a scale has to bring an amax: Note [Scales that do not suit] in
         runtime/state/misfits.py."""
         return 8 * 2.0**self.format.min_exponent, 2 * self.format.max
+
+    @property
+    def outlying(self) -> float:
+        """The value above which an amax that its scale brought there is an outlier."""
+        return 16 * self.format.max

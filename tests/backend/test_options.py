@@ -43,7 +43,8 @@ def failure(**options) -> str:
         (
             {"precision": "fp8"},
             "unknown option 'precision'",
-            "expected one of amax_group, attention, backward, fallback, logits, mode, policy, recipe, weights, wgrad; other",
+            "expected one of amax_group, attention, backward, fallback, guard, logits, mode, policy, recipe, weights, wgrad;"
+            " other",
         ),
         ({"recipe": "curent"}, "unknown recipe 'curent'", "did you mean 'current'?"),
         (
@@ -169,6 +170,7 @@ def test_every_option_comes_from_the_environment(monkeypatch):
         "WGRAD": "main_grad",
         "ATTENTION": "as_written",
         "LOGITS": "omit",
+        "GUARD": "heal",
         "AMAX_GROUP": "none",
         "MODE": "max-autotune",
     }
@@ -178,7 +180,7 @@ def test_every_option_comes_from_the_environment(monkeypatch):
     found = config.parse()
     assert (found.recipe, found.policy, found.fallback) == ("rowwise", (("b", "none"), ("a.*", "block")), "silent")
     assert (found.weights, found.wgrad, found.amax_group, found.mode) == ("once", "main_grad", "none", "max-autotune")
-    assert found.backward == "dequantized"
+    assert (found.backward, found.guard) == ("dequantized", "heal")
     given = {"recipe": "block", "policy": {}, "fallback": "warn", "weights": "each_call", "wgrad": "grad"}
     found = config.parse(given | {"amax_group": "mine"}, "default")  # options win
     assert (found.recipe, found.policy, found.fallback) == ("block", (), "warn")

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import astuple
 
 import pytest
 import torch
@@ -47,16 +48,16 @@ def test_what_is_counted():
         largest = 57344.0 if one.slot == "grad_output" else 448.0
         assert one.element == ("e5m2" if largest > 448 else "e4m3")
         assert one.headroom == pytest.approx(math.log2(largest / (one.amax * one.scale)), abs=1e-5)
-        assert one.steps == 3 and one.relative_error is None
+        assert one.counts.steps == 3 and one.sample is None
     hit = of(found, "0.input")
-    assert (hit.amax, hit.cut, hit.first, hit.jumps, hit.nonfinite) == (1e4, 1, 3, 1, 0)
+    assert (hit.amax, *astuple(hit.counts)[1:6]) == (1e4, 1, 0, 3, 0, 1)
     assert of(found, "0.weight").misfits == 0
 
 
 def test_infinities_are_counted_and_move_no_scale():
     model = trained(outlier=math.inf)[0]
     found = of(statistics(model), "0.input")
-    assert found.nonfinite == 1 and found.misfits == 0 and found.headroom is not None
+    assert found.counts.nonfinite == 1 and found.misfits == 0 and found.headroom is not None
 
 
 def test_a_model_that_has_not_run_and_one_without_state():
@@ -78,11 +79,11 @@ def test_a_sample(recipe):
         quantizer, scale = DelayedScaling().slots().input, state["0.input.scale"].item()
         low = casts.dequantize(*casts.quantize_known(batch, scale, quantizer), quantizer.scope)
         error = (low - batch).norm() / batch.norm()
-        assert found.relative_error == pytest.approx(error.item(), rel=1e-3)
-        assert found.saturated == pytest.approx((batch.abs() * scale > 448).double().mean().item(), abs=1e-3)
-        assert found.steps == 3
+        assert found.sample.relative_error == pytest.approx(error.item(), rel=1e-3)
+        assert found.sample.saturated == pytest.approx((batch.abs() * scale > 448).double().mean().item(), abs=1e-3)
+        assert found.counts.steps == 3
     else:
-        assert 0 < found.relative_error < 0.05 and found.saturated == 0 and found.steps is None
+        assert 0 < found.sample.relative_error < 0.05 and found.sample.saturated == 0 and found.counts is None
     after = te_inductor.state_dict(model)
     assert all(torch.equal(state[key], after[key]) for key in state) and torch.equal(model[0].weight.grad, grad)
 
@@ -90,7 +91,7 @@ def test_a_sample(recipe):
 def test_how_it_is_shown():
     _, run, x = trained(outlier=1e4)
     found = statistics(run, x)
-    assert json.loads(json.dumps(found.to_dict()))["slots"][0]["cut"] == 1
+    assert json.loads(json.dumps(found.to_dict()))["slots"][0]["counts"]["cut"] == 1
     assert found.scalars()["0/input/cut"] == 1.0
     assert "0.input (1 of 3)" in str(found) and "te_inductor: 6 tensors" in repr(found)
     assert [line.split()[0] for line in found.table(details=True).splitlines() if line.startswith(("0", "1"))] == [
@@ -99,7 +100,7 @@ def test_how_it_is_shown():
     ]
     assert "<table>" in found._repr_html_()
     report = explain(run, x, live=run)
-    assert report.statistics.slots[0].cut == 1 and "0.input (1 of 3)" in str(report)
+    assert report.statistics.slots[0].counts.cut == 1 and "0.input (1 of 3)" in str(report)
     assert explain(run, x).statistics is None
     with pytest.raises(OptionError):
         statistics(run, x, loss=1)
@@ -117,11 +118,11 @@ def test_a_log(tmp_path):
     log = StatisticsLog(tmp_path / "run.jsonl", Board(), every=2)
     assert [log.note(run, step) is not None for step in (1, 2, 2, 3, 4)] == [False, True, False, False, True]
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [2, 4] and lines[0]["slots"][0]["steps"] == 3
+    assert [line["step"] for line in lines] == [2, 4] and lines[0]["slots"][0]["counts"]["steps"] == 3
     assert ("te_inductor/0/input/headroom", 4) in seen and not [name for name, _ in seen if "relative_error" in name]
     assert log.note(run, 6, writes=False) is None and len(seen) == len(set(seen))
     sampled = StatisticsLog(board=Board(), every=1, batch=(x,)).note(run, 1, writes=False)
-    assert sampled.slots[0].relative_error is not None
+    assert sampled.slots[0].sample is not None
     for wrong in ({}, {"path": "x", "every": 0}):
         with pytest.raises(OptionError):
             StatisticsLog(**wrong)

@@ -10,7 +10,7 @@ import torch
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.delayed import ScaleUpdate
 from te_inductor.runtime.eager import delayed
-from te_inductor.runtime.state.misfits import COUNTS
+from te_inductor.runtime.state.misfits import COUNTS, Misfits
 from te_inductor.templates.triton import scale_updates
 
 CONTENTS = [0.0, 1.0, 3.0, 448.0, 2.0**-140, 2.0**120, math.inf, math.nan, 2.0**-126 * 1.5]
@@ -30,10 +30,10 @@ def state(length: int) -> tuple[list[torch.Tensor], ...]:
     return amaxes, scales, histories
 
 
-def run(recipe: DelayedScaling, element: str, others: torch.Tensor | None) -> None:
-    """Two steps; `others` are the amaxes of another rank."""
+def run(recipe: DelayedScaling, element: str, others: torch.Tensor | None, heals: bool = False) -> None:
+    """Steps, some by own amaxes; `others` are the amaxes of another rank."""
     groups = () if others is None else ("ranks",)
-    update = ScaleUpdate(recipe, element, groups)
+    update = ScaleUpdate(recipe, element, groups, heals=heals)
     ours, theirs = (state(recipe.amax_history_len) for _ in range(2))
     for a, b in zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True):
         b.copy_(a)
@@ -44,7 +44,8 @@ def run(recipe: DelayedScaling, element: str, others: torch.Tensor | None) -> No
         for step, own in enumerate((False, True, False)):
             scale_updates.launch(ours[0][0], table, update, counts[0], own)
             delayed.update_scales(*theirs, update, misfits=counts[1], own=own)
-            assert torch.equal(*counts), (recipe, step)
+            assert torch.equal(*counts), (recipe, step, heals)
+            assert bool(counts[0][:, Misfits._fields.index("kept_out")].any()) == heals
             assert step or 0 < counts[0][:, 3].count_nonzero() < len(counts[0])
             for a, b in zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True):
                 assert torch.equal(a.view(-1).view(torch.int32), b.view(-1).view(torch.int32)), (recipe, step, a, b)
@@ -57,4 +58,5 @@ if __name__ == "__main__":
     for length, algorithm in itertools.product((1, 2, 5, 16), ("max", "most_recent")):
         recipe = DelayedScaling(amax_history_len=length, amax_compute_algo=algorithm, margin=length % 2)
         run(recipe, "e4m3", None)
+        run(recipe, "e4m3", None, heals=True)
     run(DelayedScaling(amax_history_len=3), "e5m2", torch.rand(4 * len(CONTENTS)).mul(4).round())

@@ -141,6 +141,9 @@ def test_the_kernels_of_a_steps_end() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+LIMITS = ("largest", "least", "most", "outlying")
+
+
 @pytest.mark.parametrize("reduced", [False, True])
 def test_a_steps_end_compiles(reduced: bool, arch: int) -> None:
     """It compiles to one kernel without spills, and, where ranks reduce, another in front; divisions are rounded as
@@ -158,10 +161,10 @@ def test_a_steps_end_compiles(reduced: bool, arch: int) -> None:
         source = ASTSource(fn=kernel, signature=signature, constexprs=places)
         return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 4}).asm["ptx"]
 
-    kinds = {"table": "*i64", "misfits": "*i32", "count": "i32"} | dict.fromkeys(("largest", "least", "most"), "fp32")
+    kinds = {"table": "*i64", "misfits": "*i32", "count": "i32"} | dict.fromkeys(LIMITS, "fp32")
     kinds |= {"reduced": "*fp32"} if reduced else {}
     sizes = {"LENGTH": 1024, "BLOCK": 1024, "MOST_RECENT": False, "OWN": False, "TINY": 2.0**-126, "LARGEST": 3e38}
-    sizes |= {"JUMP": 16.0, "COUNTS": COUNTS}
+    sizes |= {"JUMP": 16.0, "COUNTS": COUNTS, "PATIENCE": 2, "HEALS": reduced}
     ptx = compiled(update_each, kinds, sizes | ({} if reduced else {"reduced": None}))
     assert "div.rn.f32" in ptx and ".local" not in ptx and "bar.sync" in ptx
     if reduced:

@@ -9,7 +9,7 @@ Source: TransformerEngine, pytorch/quantization.py, common/recipe/delayed_scalin
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from te_inductor.runtime.eager import Written
 FP32_TINY = torch.finfo(torch.float32).tiny  # a smaller scale has no finite reciprocal
 FP32_MAX = torch.finfo(torch.float32).max
 JUMP = 16.0  # by a larger factor one update seldom moves a scale
+PATIENCE = 2  # steps in a row that an outlier is kept out of the history
 
 
 def read_scales(scales: list[Tensor]) -> list[Tensor]:
@@ -59,12 +60,18 @@ def update_scales(
     amax = torch.where((amax > 0) & (amax < torch.inf), amax, 0.0)  # first, so that no rank's NaN hides another's amax
     if reduces(update):
         reduce(amax, update)
-    seen = amax > 0
-    history[:, 0] = amax
+    entering = amax
+    if update.heals and misfits is not None:
+        outlies = (old != 1) & (amax * old > update.outlying) & (misfits[:, -1] < PATIENCE)
+        entering = torch.where(outlies, 0.0, amax)
+    seen = entering > 0
+    history[:, 0] = entering
     scale = scale_of(_chosen_amax(history, recipe.amax_compute_algo), old, update)
     if misfits is not None:
         jumps = (old != 1) & ((scale > JUMP * old) | (scale * JUMP < old))  # 1: it had none
-        _count_misfits(misfits, amax, old, update, own, nonfinite, jumps)
+        others = nonfinite, jumps, torch.full_like(jumps, own), entering != amax
+        cut, coarse = _misfit(amax, scale, update)
+        _count_misfits(misfits, *_misfit(amax, old, update), own, others, cut | coarse)
     rolled = torch.cat([torch.zeros_like(history[:, :1]), history[:, 2:], history[:, :1]], 1)[:, : history.shape[1]]
     rest = torch.cat([torch.zeros_like(history[:, :1]), history[:, 1:]], 1)
     torch._foreach_copy_(
@@ -74,18 +81,23 @@ def update_scales(
     torch._foreach_zero_(list(map(_without_version, amaxes)))
 
 
-def _count_misfits(
-    misfits: Tensor, amax: Tensor, scale: Tensor, update: ScaleUpdate, own: bool, nonfinite: Tensor, jumps: Tensor
-) -> None:
+def _misfit(amax: Tensor, scale: Tensor, update: ScaleUpdate) -> tuple[Tensor, Tensor]:
+    """Whether a scale cuts off values of a tensor with this amax, and whether it loses their digits."""
     least, most = update.suitable
-    cut, coarse = amax * scale > most, (amax > 0) & (amax * scale < least)
-    steps, cuts, losses, first, *others = misfits.unbind(1)
+    return amax * scale > most, (amax > 0) & (amax * scale < least)
+
+
+def _count_misfits(
+    misfits: Tensor, cut: Tensor, coarse: Tensor, own: bool, others: Sequence[Tensor], unsuited: Tensor
+) -> None:
+    steps, cuts, losses, first, *counted, in_a_row = misfits.unbind(1)
     steps = steps + 1
     if not own:
         first = torch.where((first == 0) & (cut | coarse), steps, first)
         cuts, losses = cuts + cut, losses + coarse
-    others = [count + new for count, new in zip(others, (nonfinite, jumps), strict=True)]
-    _without_version(misfits).copy_(torch.stack([steps, cuts, losses, first, *others], 1))
+    counted = [count + new for count, new in zip(counted, others, strict=True)]
+    in_a_row = torch.where(unsuited, in_a_row + 1, 0)
+    _without_version(misfits).copy_(torch.stack([steps, cuts, losses, first, *counted, in_a_row], 1))
 
 
 def reduces(update: ScaleUpdate) -> bool:

@@ -14,7 +14,25 @@ that moved the scale by a factor of more than 16.
 The host says so once, and never waits for it: before each of the first calls, then before every sixteenth, it has the
 counts copied to pinned memory behind the device's other work, and at each later call it asks whether the copy is there.
 On a CPU it reads them at once. Graphs of the same quantizers, as of other batch sizes, count in the same tensors.
-`te_inductor.statistics` reads all counts when it is called, and waits for them."""
+`te_inductor.statistics` reads all counts when it is called, and waits for them.
+
+# Note [A guard that heals]
+With ``options={"guard": "heal"}`` three more things happen.
+
+1. On the device, an amax that its scale brings to more than 16 times the element's largest value is an outlier. It
+   enters no history, so that it moves no scale, unless the two steps before ended with scales that did not suit them
+   either: then the tensor has changed. Ranks that reduce amaxes reduce them first, so that all keep the same ones out.
+2. The host looks at each call, still without waiting. While the last step that it knows of ended with a scale that
+   would not have suited its tensor, as behind an outlier, or for as long as a history remembers larger amaxes, calls
+   run the graph of a first step (Note [A first step]), in which each tensor is cast by its own amax. The step in which
+   an outlier appears cannot: its amax is known when the cast is done. It cuts the outlier off and casts all else as
+   before, which loses less than the outlier's own scale would.
+3. Where the sizes of a call's inputs are at least twice, or at most half, those of the call before, gradients of a mean
+   have another magnitude, so that the host does not wait for a misfit: that call casts by own amaxes.
+
+Ranks may hear of a misfit a call apart, and then cast one step differently; both graphs reduce the same amaxes. Where a
+graph exchanges tensors with other ranks both have to run one form (Note [Ranks that choose]), and only the first of the
+three happens. What was done is counted, logged when it begins, and saved: `te_inductor.state_dict`."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -38,9 +56,14 @@ class Misfits(NamedTuple):
     first: int  # which step was the first of either; 0: none
     nonfinite: int = 0  # those in which the tensor held an inf or a NaN
     jumps: int = 0  # those that moved the scale by a factor of more than 16
+    own: int = 0  # those that cast by own amaxes
+    kept_out: int = 0  # those whose amax was kept out of the history
+    in_a_row: int = 0  # how many up to the last one ended with a scale that would not have suited them
 
 
 COUNTS = len(Misfits._fields)  # of each quantizer
+_OWN = Misfits._fields.index("own")  # and behind it what was kept out
+ACTS = "guard"  # the entry of saved state that tells what a guard has done
 
 
 @dataclass
@@ -50,6 +73,10 @@ class Watch:
     counts: Sequence[Tensor]
     states: Sequence[QuantizerState] = ()  # of the rows of all counts
     told: bool = False  # the host has said so
+    heals: bool = False  # Note [A guard that heals]
+    is_unsuited: bool = False  # whether the last step that the host knows of ended with scales that do not suit
+    sizes: tuple[int, ...] = ()  # of the inputs of the last call
+    _kept_out: list[int] = field(default_factory=list)  # how often, of each row, by the last look
     _calls: int = 0
     _copies: list[Tensor] = field(default_factory=list)  # on the host, one of each
     _there: list[Any] | None = None  # CUDA events behind the copies that are on their way
@@ -58,12 +85,28 @@ class Watch:
         """The counts of all quantizers, one update's behind another's, if a copy has arrived; asks for one when it is
         time. Called once a call."""
         self._calls += 1
-        if self._there is None and (self._calls <= _OFTEN or self._calls % _SELDOM == 0):
+        if self._there is None and (self.heals or self._calls <= _OFTEN or self._calls % _SELDOM == 0):
             self._copy()
         if self._there is None or not all(event.query() for event in self._there):
             return None
         self._there = None
         return [Misfits(*row) for copy in self._copies for row in copy.tolist()]
+
+    def note(self, rows: Sequence[Misfits]) -> tuple[list[int], list[int]]:
+        """Takes what a look has found. Returns the places of tensors whose outliers were kept out since the last one, and
+        of those that did not suit their scales where they have begun to."""
+        before = self._kept_out or [0] * len(rows)
+        kept_out = [place for place, row in enumerate(rows) if row.kept_out > before[place]]
+        unsuited = [place for place, row in enumerate(rows) if row.in_a_row]
+        began = unsuited if unsuited and not self.is_unsuited else []
+        self.is_unsuited, self._kept_out = bool(unsuited), [row.kept_out for row in rows]
+        return kept_out, began
+
+    def note_sizes(self, sizes: tuple[int, ...]) -> bool:
+        """Whether a call's inputs are at least twice, or at most half, as large as those of the call before."""
+        before, self.sizes = self.sizes, sizes
+        pairs = zip(before, sizes, strict=True) if len(before) == len(sizes) else ()
+        return any(a >= 2 * b or b >= 2 * a for a, b in pairs if a != b)
 
     @torch.no_grad()
     def _copy(self) -> None:
@@ -104,7 +147,30 @@ def counts_of(states: Collection[QuantizerState]) -> dict[QuantizerState, Misfit
             other = found.get(state)
             sums = row if other is None else Misfits(*map(sum, zip(row, other, strict=True)))
             found[state] = sums if other is None else sums._replace(first=other.first or row.first)
+    for state, counts in found.items():
+        kept_out, own = state.earlier
+        found[state] = counts._replace(kept_out=counts.kept_out + kept_out, own=counts.own + own)
     return found
+
+
+def acts_of(states: Collection[QuantizerState]) -> dict[QuantizerState, dict[str, Tensor]]:
+    """What guards that heal have done to these quantizers, also before they were loaded, as an entry of saved state:
+    (2,) fp32, the steps whose amax was kept out of the history, and those that cast by own amaxes."""
+    healed = {state for known in _watches.values() for one in known.values() if one.heals for state in one.states}
+    found = counts_of(healed.intersection(states))
+    pairs = {state: [counts.kept_out, counts.own] for state, counts in found.items() if state in healed}
+    return {state: {ACTS: torch.tensor(pair, dtype=torch.float32, device="cpu")} for state, pair in pairs.items()}
+
+
+@torch.no_grad()
+def restart_acts(loaded: QuantizerState) -> None:
+    """Counts what guards do to a quantizer anew, as its state was loaded, which says what they had done before."""
+    for watch in [one for known in _watches.values() for one in known.values() if loaded in one.states]:
+        rows = [row for counts in watch.counts for row in counts.unbind()]
+        for place, (state, row) in enumerate(zip(watch.states, rows, strict=True)):
+            if state is loaded:
+                row[_OWN : _OWN + 2] = 0
+                watch._kept_out[place : place + 1] = [0] * bool(watch._kept_out)
 
 
 def _behind(tensor: Tensor) -> Any:

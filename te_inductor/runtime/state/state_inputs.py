@@ -15,14 +15,24 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from te_inductor import compat
-from te_inductor.diagnostics import COMPUTED_AGAIN, misfitting, say, without_amaxes, without_state
+from te_inductor.diagnostics import (
+    COMPUTED_AGAIN,
+    GUARD_RESIZED,
+    guard_casts,
+    guard_kept_out,
+    log,
+    misfitting,
+    say,
+    without_amaxes,
+    without_state,
+)
 from te_inductor.distributed import agreement
 from te_inductor.distributed.agreement import Agreement
 from te_inductor.distributed.amax_groups import AmaxGroup, several_ranks
 from te_inductor.distributed.decisions import FormChoice, choice_of
 from te_inductor.runtime.extra_inputs import ExtraInputs, GraphCall
 from te_inductor.runtime.state import resumed
-from te_inductor.runtime.state.misfits import Watch, watch_of
+from te_inductor.runtime.state.misfits import Misfits, Watch, watch_of
 from te_inductor.runtime.state.store import (
     LOCK,
     Key,
@@ -103,6 +113,7 @@ class StateInputs(ExtraInputs):
 
     prefix: ClassVar[str] = "te_state_"
     fallback: str  # options["fallback"]
+    guard: str = "warn"  # options["guard"]
     held: Mapping[str, Tensor] = field(default_factory=dict)  # parameters that the graph holds
     examples: list[Tensor] = field(default_factory=list)  # fake tensors, one an input
     quantizers: list[StateInput] = field(default_factory=list)
@@ -129,14 +140,15 @@ class StateInputs(ExtraInputs):
                 found.step()
             is_first = found.is_first if again is None else again in found.checkpoints
         if again is None:
-            if found.choice is not None and not _is_capturing():
+            guarded = self._guards(found.watch, inputs)
+            if found.choice is None:
+                is_first = is_first or guarded
+            elif not _is_capturing():
                 is_first = found.choice.of_call(is_first, found.loads)
             if is_first and (checkpoint := compat.checkpoint_of_call()[0]) is not None:
                 found.checkpoints.add(checkpoint)
             if found.is_first:
                 self._note_no_history(found)
-            if not (found.watch.told or self.fallback == "silent" or _is_capturing()):
-                self._note_misfits(found.watch)
         call.state, call.is_first_step = found.tensors, is_first
         return found.tensors
 
@@ -194,16 +206,42 @@ class StateInputs(ExtraInputs):
             pairs = zip(updated, self.examples[3 * len(self.quantizers) :], strict=True)
             return Watch([update[0].amax.new_empty(one.shape, dtype=one.dtype) for update, one in pairs], told=True)
         names = [[repr(q.readers[0].key.site) for q in update] for update in self.updated]
-        return watch_of(self._parameter(self.updated[0][0].readers[0], inputs), names, updated)
+        watch = watch_of(self._parameter(self.updated[0][0].readers[0], inputs), names, updated)
+        watch.heals = watch.heals or self.heals
+        return watch
 
-    def _note_misfits(self, watch: Watch) -> None:
-        """Say once a model which scales did not suit their tensors, as soon as the host knows."""
+    @property
+    def heals(self) -> bool:
+        """Whether the guard does more than warn: Note [A guard that heals]."""
+        return self.guard == "heal"
+
+    def _guards(self, watch: Watch, inputs: Sequence[Any]) -> bool:
+        """Looks at what the last steps have counted, where it is time. Whether the guard has this call cast by own
+        amaxes."""
+        if _is_capturing() or not (watch.heals or not (watch.told or self.fallback == "silent")):
+            return False
         counts = watch.look()
-        if counts is None or not any(one.first for one in counts):
-            return
-        watch.told = True
+        if counts is not None:
+            self._note_misfits(watch, counts)
+        if not watch.heals or not watch.counts:
+            return False
+        resized = watch.note_sizes(tuple([one.numel() for one in inputs if type(one) is Tensor]))
+        if resized:
+            log.warning("%s", GUARD_RESIZED)
+        return resized or watch.is_unsuited
+
+    def _note_misfits(self, watch: Watch, counts: Sequence[Misfits]) -> None:
+        """Say once a model which scales did not suit their tensors, as soon as the host knows; log what the guard
+        does."""
         names = [f"{q.site or '(root)'}.{q.readers[0].key.site.slot}" for q in itertools.chain(*self.updated)]
-        say(misfitting(zip(names, counts, strict=True)), "warn")  # no error: it is one of what was run, not of how
+        if watch.heals:
+            kept_out, began = watch.note(counts)
+            for text, places in ((guard_kept_out, kept_out), (guard_casts, began)):
+                if places:
+                    log.warning("%s", text([names[place] for place in places]))
+        if not watch.told and self.fallback != "silent" and any(one.first for one in counts):
+            watch.told = True
+            say(misfitting(zip(names, counts, strict=True)), "warn")  # no error: it is of what was run, not of how
 
     def _choice(self, inputs: Sequence[Any]) -> FormChoice | None:
         if not self.exchanging:
@@ -218,7 +256,7 @@ class StateInputs(ExtraInputs):
 
     def may_lack_history(self, inputs: Sequence[Any]) -> bool:
         """Whether a call with these inputs, or a later one, may find a quantizer without history. Makes no state."""
-        if _first_steps_recur or self.exchanging:  # ranks run the same code, whatever each knows of its own
+        if _first_steps_recur or self.exchanging or self.heals:  # ranks run the same code, whatever each knows
             return True
         for reader in itertools.chain(*(q.readers for q in self.quantizers)):
             parameter = self._parameter(reader, inputs)
@@ -228,9 +266,10 @@ class StateInputs(ExtraInputs):
 
     @property
     def has_many_first_steps(self) -> bool:
-        """Whether first steps are worth generated code: where some graph had many, and where there are other ranks, of
-        which one alone would find that it has, and compile while the others wait for it."""
-        return _first_steps_recur or bool(self.exchanging) or several_ranks()
+        """Whether first steps are worth generated code: where some graph had many, or a guard may ask for them at any
+        time, and where there are other ranks, of which one alone would find that it has, and compile while the others
+        wait for it."""
+        return _first_steps_recur or self.heals or bool(self.exchanging) or several_ranks()
 
     def count_first_steps(self, graph: fx.GraphModule, first: Callable[..., Any]) -> Callable[..., Any]:
         """What runs first steps where no code was generated for them. Where there are more than a few, Dynamo compiles

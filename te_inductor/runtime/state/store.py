@@ -41,6 +41,7 @@ class QuantizerState:
     recordings: int = 0  # calls that may have recorded an amax; their backwards may never have come
     asked: int = 0  # how many of those there were when the device was last asked
     loads: int = 0  # how often it was loaded
+    earlier: tuple[int, int] = (0, 0)  # what a guard had done when it was saved: `misfits.acts_of`
 
     def tensors(self) -> dict[str, Tensor]:
         return {"amax": self.amax, "scale": self.scale, "history": self.history}
@@ -63,7 +64,10 @@ class QuantizerState:
         """Copies, the history as TransformerEngine has it: the amax recorded since the last update in slot 0."""
         history = self.history.detach().clone()
         history[0] = self.amax
-        return {"scale": self.scale.detach().clone(), "amax_history": history}
+        saved = {"scale": self.scale.detach().clone(), "amax_history": history}
+        if any(self.earlier):
+            saved["guard"] = torch.tensor(self.earlier, dtype=torch.float32, device="cpu")
+        return saved
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
@@ -72,6 +76,9 @@ class QuantizerState:
         _moves += 1  # calls look again
         self.has_history, self.recordings, self.asked = not _lacks_history(saved), 0, 0
         self.loads += 1
+        if "guard" in saved:
+            kept_out, own = map(int, saved["guard"].tolist())
+            self.earlier = kept_out, own
         if "scale" in saved:
             self.scale.copy_(saved["scale"])
         if "amax_history" in saved:
@@ -92,12 +99,14 @@ class QuantizerState:
             self.load(saved)
         elif not _lacks_history(saved):
             own = self.save()
-            joins = {"scale": torch.minimum, "amax_history": torch.fmax}
-            self.load({name: joins[name](own[name], value.to(own[name].device)) for name, value in saved.items()})
+            joins = {"scale": torch.minimum, "amax_history": torch.fmax, "guard": torch.maximum}
+            pairs = {name: (own.get(name, value), value) for name, value in saved.items()}
+            self.load({name: joins[name](one, other.to(one.device)) for name, (one, other) in pairs.items()})
 
 
 def _lacks_history(saved: Mapping[str, Tensor]) -> bool:
-    return all(bool((value == 1 if name == "scale" else value == 0).all()) for name, value in saved.items())
+    empty = {"scale": 1, "amax_history": 0}
+    return all(bool((saved[name] == value).all()) for name, value in empty.items() if name in saved)
 
 
 @torch.no_grad()

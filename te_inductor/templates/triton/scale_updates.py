@@ -63,22 +63,25 @@ def launch(amax: Tensor, table: Tensor, update: ScaleUpdate, misfits: Tensor | N
         collect(1, table, reduced, count, on=amax.device)
         delayed.reduce(reduced, update)
     most_recent = recipe.amax_compute_algo == "most_recent"
-    updater = _updater(recipe.amax_history_len, most_recent, own)
-    updater(count, table, reduced, misfits, count, update.largest, *update.suitable, on=amax.device)
+    updater = _updater(recipe.amax_history_len, most_recent, own, update.heals and misfits is not None)
+    limits = update.largest, *update.suitable, update.outlying
+    updater(count, table, reduced, misfits, count, *limits, on=amax.device)
 
 
 @functools.cache
-def _updater(length: int, most_recent: bool, own: bool) -> Launcher:
+def _updater(length: int, most_recent: bool, own: bool, heals: bool) -> Launcher:
     return Launcher(
         update_each,
         LENGTH=length,
         BLOCK=triton.next_power_of_2(length),
         MOST_RECENT=most_recent,
         OWN=own,
+        HEALS=heals,
         TINY=delayed.FP32_TINY,
         LARGEST=delayed.FP32_MAX,
         JUMP=delayed.JUMP,
         COUNTS=COUNTS,
+        PATIENCE=delayed.PATIENCE,
         num_warps=4,
     )
 
@@ -97,12 +100,16 @@ def collect_amaxes(table, out, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def count_misfit(counts, recorded, amax, scale, jumps, least, most, OWN: tl.constexpr):
+def count_misfit(counts, recorded, amax, scale, following, jumps, kept_out, least, most, OWN: tl.constexpr):
     """Counts for one quantizer, whose counts are int32: the fields of `Misfits`."""
     steps = tl.load(counts) + 1
     tl.store(counts, steps)
     tl.store(counts + 4, tl.load(counts + 4) + 1 - (recorded < float("inf")).to(tl.int32))
     tl.store(counts + 5, tl.load(counts + 5) + jumps)
+    tl.store(counts + 6, tl.load(counts + 6) + OWN)
+    tl.store(counts + 7, tl.load(counts + 7) + kept_out)
+    unsuited = (amax * following > most) | ((amax > 0) & (amax * following < least))
+    tl.store(counts + 8, tl.where(unsuited, tl.load(counts + 8) + 1, 0))
     if not OWN:
         cut = (amax * scale > most).to(tl.int32)
         coarse = ((amax > 0) & (amax * scale < least)).to(tl.int32)
@@ -112,7 +119,7 @@ def count_misfit(counts, recorded, amax, scale, jumps, least, most, OWN: tl.cons
         tl.store(counts + 3, tl.where((first == 0) & (cut + coarse > 0), steps, first))
 
 
-@triton.jit(do_not_specialize=["count", "largest", "least", "most"])
+@triton.jit(do_not_specialize=["count", "largest", "least", "most", "outlying"])
 def update_each(
     table,  # (3 * count,): addresses of amaxes, of scales, of histories
     reduced,  # (count,) amaxes of all ranks, or None
@@ -121,6 +128,7 @@ def update_each(
     largest,  # what an amax is scaled to
     least,  # between which values a scale has to bring an amax
     most,
+    outlying,  # above which value it is kept out
     LENGTH: tl.constexpr,
     BLOCK: tl.constexpr,
     MOST_RECENT: tl.constexpr,
@@ -129,6 +137,8 @@ def update_each(
     LARGEST: tl.constexpr,
     JUMP: tl.constexpr,
     COUNTS: tl.constexpr,
+    HEALS: tl.constexpr,
+    PATIENCE: tl.constexpr,
 ):
     """One quantizer a program."""
     which = tl.program_id(0)
@@ -140,20 +150,25 @@ def update_each(
     place = tl.arange(0, BLOCK)
     kept = tl.load(history_at + place, mask=(place > 0) & (place < LENGTH), other=0.0)
     moved = tl.load(history_at + place + 1, mask=(place > 0) & (place + 1 < LENGTH), other=0.0)
-    tl.debug_barrier()  # all threads have read what others overwrite
-    chosen, broken = amax, False
-    if not MOST_RECENT:
-        chosen = tl.maximum(amax, tl.max(kept, 0))
-        broken = tl.max((kept != kept).to(tl.int32), 0) > 0
     old = tl.load(scale_at)
+    outlies = False
+    if HEALS:
+        outlies = (old != 1) & (amax * old > outlying) & (tl.load(misfits + COUNTS * which + COUNTS - 1) < PATIENCE)
+    tl.debug_barrier()  # all threads have read what others overwrite
+    entering = tl.where(outlies, 0.0, amax)
+    chosen, broken = entering, False
+    if not MOST_RECENT:
+        chosen = tl.maximum(entering, tl.max(kept, 0))
+        broken = tl.max((kept != kept).to(tl.int32), 0) > 0
     scale = tl.minimum(tl.maximum(tl.div_rn(largest, chosen), TINY), LARGEST)
     usable = (chosen > 0) & (chosen < float("inf")) & (broken == 0)
     scale = tl.where(usable, scale, old)
     if misfits is not None:
         jumps = ((old != 1) & ((scale > JUMP * old) | (scale * JUMP < old))).to(tl.int32)
-        count_misfit(misfits + COUNTS * which, recorded, amax, old, jumps, least, most, OWN)
-    rolled = tl.where((place > 0) & (place == LENGTH - 1), amax, moved)
-    tl.store(history_at + place, tl.where(amax > 0, rolled, kept), mask=place < LENGTH)
+        kept_out = (entering != amax).to(tl.int32)
+        count_misfit(misfits + COUNTS * which, recorded, amax, old, scale, jumps, kept_out, least, most, OWN)
+    rolled = tl.where((place > 0) & (place == LENGTH - 1), entering, moved)
+    tl.store(history_at + place, tl.where(entering > 0, rolled, kept), mask=place < LENGTH)
     tl.store(scale_at, scale)
     tl.store(amax_at, 0.0)
 

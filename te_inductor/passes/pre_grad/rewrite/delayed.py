@@ -226,23 +226,26 @@ class DelayedSites:
         if self.without_group:
             agreement.note_no_group(self.without_group, self.inputs.fallback)
 
-    def _misfits(self, updates: _ScaleUpdates) -> fx.Node:
-        """An input in which an update counts the scales that did not suit."""
+    def _misfits(self, updates: _ScaleUpdates) -> fx.Node | None:
+        """An input in which an update counts the scales that did not suit; None without a guard."""
+        if self.inputs.guard == "off":
+            return None
         self.inputs.updated.append(updates.states)
         amax: torch.Tensor = value(updates.amaxes[0])
         return self._input(amax.new_empty((len(updates.states), COUNTS), dtype=torch.int32))
 
     def _update(self, group: AmaxGroup, element: str) -> ScaleUpdate:
+        heals = self.inputs.heals
         if not group:
-            return ScaleUpdate(self.recipe, element)
+            return ScaleUpdate(self.recipe, element, heals=heals)
         if group in self.in_step:
-            return ScaleUpdate(self.recipe, element, group.names)
+            return ScaleUpdate(self.recipe, element, group.names, heals=heals)
         sites = [updates[group].sites if group in updates else [] for updates in (self.forward, self.backward)]
-        agreed = agreement.agreement_of(group, [self.recipe.__fx_repr__()[0], *sites])
+        agreed = agreement.agreement_of(group, [self.recipe.__fx_repr__()[0], *sites, *(["heal"] if heals else [])])
         if agreed not in self.inputs.agreements:
             self.inputs.agreements.append(agreed)
             agreement.announce(agreed)
-        return ScaleUpdate(self.recipe, element, group.names, agreed.name)
+        return ScaleUpdate(self.recipe, element, group.names, agreed.name, heals)
 
     def _step(self, group: AmaxGroup) -> fx.Node:
         """The backward's, of a group."""

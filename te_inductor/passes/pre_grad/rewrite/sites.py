@@ -164,7 +164,7 @@ def _delayed_sites(
             by_recipe.setdefault(site.delayed, []).append((site.module, site.match))
     if not by_recipe:
         return {}
-    state = StateInputs(plan.options.fallback, dict(plan.gm.named_parameters()))
+    state = StateInputs(plan.options.fallback, plan.options.guard, dict(plan.gm.named_parameters()))
     plan.outcome.extra_inputs.append(state)
     bodies = Bodies(plan.gm)
     groups = GroupsOf(plan.gm.graph, plan.options, plan.inputs, state.held)

@@ -1,0 +1,27 @@
+"""Cases of a guard that heals on two ranks, for test_guard.py: only the second one's data has a fault."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import te_inductor
+from te_inductor.recipes import DelayedScaling
+from tests.ranks import Rank
+
+
+def faulty(rank: Rank, kind: str) -> Any:
+    """What each rank has counted and kept; the fault is an "outlier", or larger values from then on, a "change"."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 64), torch.randn(32, 64)
+    recipe = DelayedScaling(amax_history_len=8)
+    options = {"recipe": recipe, "guard": "heal", "amax_group": dist.group.WORLD, "fallback": "silent"}
+    run = torch.compile(layer, backend="te", options=options)
+    found = []
+    for step in range(8):
+        fails = rank.rank == 1 and (step == 3 or (step > 3 and kind == "change"))
+        run(x * (1000.0 if fails else 1.0)).square().mean().backward()
+        found.append(te_inductor.statistics(layer).slots[0].counts)
+    told = {"kept out": found[-1].kept_out, "own": found[-1].own, "own before": found[2].own}
+    return told | {"history": te_inductor.state_dict(layer)["input.amax_history"].tolist()}
