@@ -7,6 +7,7 @@ figure is one layer's alone: no error of an earlier layer is in it.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 from te_inductor import ops
 from te_inductor.api.accuracy_figures import AccuracyReport, GemmAccuracy, OperandAccuracy
 from te_inductor.api.tracing import traced
+from te_inductor.api.watching import Gradients, LayerPiece, LayerWatch, shared_scale
 from te_inductor.backend import parse, run_passes
 from te_inductor.config import Options
 from te_inductor.errors import OptionError, wrong_type
@@ -31,6 +33,7 @@ from te_inductor.presentation.report import Report, merge
 from te_inductor.recipes import Gemm, Quantizer, Recipe, Slots
 from te_inductor.runtime.state.state_sites import SLOTS, StateSite, weight_site
 
+SharedScale = Callable[[Quantizer], ScalePair | None]  # of a tensor that has one with others
 LiveScale = Callable[[Tensor, StateSite, Recipe], Tensor | None]  # of a parameter's quantizer
 _SLACK = 1 + 2**-20  # of a scale's roundings: the amax itself is not saturated
 
@@ -48,7 +51,8 @@ def accuracy_report(
     Runs the model once, uncompiled and in high precision, on `inputs` and `kwargs`. Gradients are those of
     `loss(output)`; without it, of the output's `loss` where it has one, else of the mean square of its floating-point
     tensors. Without anything that requires a gradient there is fprop alone. No `.grad` is written, and the random state
-    is left as it was. Delayed scaling is measured with scales of the tensors themselves, merged layers each for itself.
+    is left as it was. Delayed scaling is measured with scales of the tensors themselves, merged layers each for itself;
+    experts whose rows come from other ranks are not measured.
 
     Raises:
         OptionError, RecipeError: the options are wrong; `loss` returns no scalar.
@@ -76,13 +80,13 @@ def accuracy_of(
         recorder.reports.append(run_passes(plan, DECIDE))
         for candidate in plan.candidates:
             if candidate.low:
-                recorder.watch(candidate, {} if scale_of is None else _known(plan, candidate, scale_of))
+                recorder.add(candidate, {} if scale_of is None else _known(plan, candidate, scale_of))
         for module in plan.graph_modules():
             module.recompile()
         return gm.forward
 
     with traced(model, backend, parsed.fallback) as run:
-        _run_backward(scalar_of(run(*inputs, **kwargs), loss))
+        run_backward(scalar_of(run(*inputs, **kwargs), loss))
     return AccuracyReport(recorder.gemms(), merge(recorder.reports).sites)
 
 
@@ -122,7 +126,7 @@ def scalar_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor | Non
     return made
 
 
-def _run_backward(made: Tensor | None) -> None:
+def run_backward(made: Tensor | None) -> None:
     if made is not None and made.requires_grad:
         leaves = [node for node in _leaves(made) if node.requires_grad]
         torch.autograd.grad(made.sum(), leaves, allow_unused=True)
@@ -181,10 +185,13 @@ class _MeasuredLayer:
         operands = getattr(self.slots, f"{gemm}_operands", None)
         return self.slots if operands is None or operands.slots is None else operands.slots
 
-    def operand(self, tensor: str, x: Tensor, slots: Slots, columnwise: bool) -> "tuple[_Operand, _Operand | None]":
-        """The copies of a tensor that some slots make; the layer's own have the scale that is known."""
-        known = self.known.get(tensor) if slots is self.slots else None
-        return _operands(tensor, x, getattr(slots, tensor), columnwise, known)
+    def operand(
+        self, tensor: str, x: Tensor, slots: Slots, columnwise: bool, shared: SharedScale = lambda _: None
+    ) -> "tuple[_Operand, _Operand | None]":
+        """The copies of a tensor that some slots make; the layer's own have the scale that is known, others the one that
+        is shared."""
+        known, quantizer = self.known.get(tensor) if slots is self.slots else None, getattr(slots, tensor)
+        return _operands(tensor, x, quantizer, columnwise, known or shared(quantizer))
 
     def see(self, gemm: Gemm, a: "_Operand", b: "_Operand") -> None:
         for operand in (a, b):
@@ -221,37 +228,31 @@ def _operands(
     return rowwise, _Operand(tensor, x.t(), column, quantizer, transformed=quantizer.hadamard)
 
 
-class _Recorder:
-    """Sits in the traced graphs, behind each low-precision layer."""
+class _Recorder(LayerWatch):
+    """Sits behind each low-precision layer."""
 
     def __init__(self) -> None:
         self.reports: list[Report] = []
         self.layers: list[_MeasuredLayer] = []
 
-    def watch(self, candidate: Candidate, known: dict[str, ScalePair]) -> None:
+    def add(self, candidate: Candidate, known: dict[str, ScalePair]) -> None:
         match, slots = candidate.match, candidate.slots
         assert slots is not None  # of a layer that is low
-        graph, place = match.node.graph, len(self.layers)
-        low = {gemm: shape for gemm, shape in match.gemms() if not getattr(slots, gemm).is_high}
-        self.layers.append(_MeasuredLayer(candidate, slots, low, known))
-        with graph.inserting_after(match.node):
-            seen = graph.call_function(self.see, (match.node, match.x, match.weight, place, match.transposed))
-        match.node.replace_all_uses_with(seen, delete_user_cb=lambda user: user is not seen)
+        if self.watch(candidate, len(self.layers)):
+            low = {gemm: shape for gemm, shape in match.gemms() if not getattr(slots, gemm).is_high}
+            self.layers.append(_MeasuredLayer(candidate, slots, low, known))
 
-    def see(self, y: Tensor, x: Tensor, weight: Tensor, place: int, transposed: bool) -> Tensor:
-        """What runs behind a layer, and again behind its gradient."""
-        layer, batched = self.layers[place], weight.dim() == 3
-        pairs = list(zip(x, weight, strict=True)) if batched else [(x, weight)]
-        seen = [_see(layer, _matrix(x), weight.t() if transposed else weight) for x, weight in pairs]
+    @torch.no_grad()
+    def measure(self, place: int, pieces: Sequence[LayerPiece]) -> Gradients:
+        xs = [piece.x for piece in pieces]
+        seen = [_see(self.layers[place], piece, partial(shared_scale, pieces, xs)) for piece in pieces]
 
-        def see_gradient(dy: Tensor) -> None:
-            for gradient, see_one in zip(dy if batched else [dy], seen, strict=True):
-                see_one(_matrix(gradient))
+        @torch.no_grad()
+        def measure_gradients(dys: Sequence[Tensor]) -> None:
+            for dy, see_one in zip(dys, seen, strict=True):
+                see_one(dy, partial(shared_scale, pieces, dys))
 
-        y = y.view_as(y)  # a tensor of its own to hang the hook on
-        if y.requires_grad:
-            y.register_hook(see_gradient)
-        return y
+        return measure_gradients
 
     def gemms(self) -> list[GemmAccuracy]:
         return [
@@ -262,32 +263,26 @@ class _Recorder:
         ]
 
 
-def _matrix(x: Tensor) -> Tensor:
-    return x.detach().reshape(-1, x.shape[-1])
-
-
-@torch.no_grad()
-def _see(layer: _MeasuredLayer, x: Tensor, weight: Tensor) -> Callable[[Tensor], None]:
+def _see(layer: _MeasuredLayer, piece: LayerPiece, shared: SharedScale) -> Callable[[Tensor, SharedScale], None]:
     """Measure fprop; what is returned measures dgrad and wgrad, given dy."""
-    slots, gemms = layer.slots, layer.shapes
+    slots, gemms, x, weight = layer.slots, layer.shapes, piece.x, piece.weight
     dgrad, wgrad = layer.slots_of("dgrad"), layer.slots_of("wgrad")
-    x_row, x_col = layer.operand("input", x, slots, "wgrad" in gemms and wgrad is slots)
-    w_row, w_col = layer.operand("weight", weight.detach(), slots, "dgrad" in gemms and dgrad is slots)
+    x_row, x_col = layer.operand("input", x, slots, "wgrad" in gemms and wgrad is slots, shared)
+    w_row, w_col = layer.operand("weight", weight, slots, "dgrad" in gemms and dgrad is slots)
     layer.see(slots.fprop, x_row, w_row)
     if "wgrad" in gemms and wgrad is not slots:
-        x_col = layer.operand("input", x, wgrad, True)[1]
+        x_col = layer.operand("input", x, wgrad, True, shared)[1]
     if "dgrad" in gemms and dgrad is not slots:
-        w_col = layer.operand("weight", weight.detach(), dgrad, True)[1]
+        w_col = layer.operand("weight", weight, dgrad, True)[1]
 
-    @torch.no_grad()
-    def see_gradient(dy: Tensor) -> None:
+    def see_gradient(dy: Tensor, shared: SharedScale) -> None:
         alike = dgrad.grad_output == wgrad.grad_output
         if w_col is not None:
-            g_row, g_col = layer.operand("grad_output", dy, dgrad, x_col is not None and alike)
+            g_row, g_col = layer.operand("grad_output", dy, dgrad, x_col is not None and alike, shared)
             layer.see(slots.dgrad, g_row, w_col)
         if x_col is not None:
             if w_col is None or not alike:
-                _, g_col = layer.operand("grad_output", dy, wgrad, True)
+                _, g_col = layer.operand("grad_output", dy, wgrad, True, shared)
             assert g_col is not None  # it was asked for
             layer.see(slots.wgrad, g_col, x_col)
 

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -114,6 +115,25 @@ def test_experts_in_one_batched_product():
     report = accuracy_report(Experts(), torch.randn(3, 16, 32), options={"recipe": "current"})
     assert [gemm.gemm for gemm in report.gemms] == ["fprop", "wgrad"]
     assert report.gemms[0].b.amax == experts.abs().max().item()
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_experts_in_groups_of_rows(gathered):
+    """Rows of all experts share a scale, each expert's weight has one; an expert without rows has no figures."""
+    weight, ends = nn.Parameter(torch.randn(3, 32, 48, dtype=torch.bfloat16)), torch.tensor([16, 16, 40]).int()
+    x = torch.randn(20 if gathered else 40, 32).bfloat16().requires_grad_()
+    order = torch.randperm(40)
+
+    def experts(x):
+        return F.grouped_mm(x[order // 2] if gathered else x, weight, offs=ends)
+
+    report = accuracy_report(experts, x, options={"recipe": "current"}, loss=lambda y: y.float().square().mean())
+    assert [gemm.gemm for gemm in report.gemms] == ["fprop", "dgrad", "wgrad"]
+    fprop, quantizer = report.gemms[0], Float8CurrentScaling().slots().input
+    rows = (x[order // 2] if gathered else x).detach()
+    low = stands_for(casts.copies(rows, quantizer)[0], quantizer, 32)
+    assert fprop.a.sqnr_db == pytest.approx(decibels(rows, low), abs=0.1) and 20 < fprop.sqnr_db < 40
+    assert fprop.b.amax == weight[[0, 2]].abs().max().item()
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "block"])
