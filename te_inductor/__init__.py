@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from te_inductor.api.accuracy import accuracy_report as accuracy_report
     from te_inductor.api.accuracy_figures import AccuracyReport as AccuracyReport
     from te_inductor.api.assertions import assert_low_precision as assert_low_precision
+    from te_inductor.api.calibration import calibrate as calibrate
+    from te_inductor.api.calibration.policy import Calibration as Calibration
     from te_inductor.api.checkpoints import load_quantized as load_quantized
     from te_inductor.api.explanation import explain as explain
     from te_inductor.api.lowering import lower as lower
@@ -52,6 +54,8 @@ _HOME = {  # of each name, the module that has it, or is it
     "AccuracyReport": "te_inductor.api.accuracy_figures",
     "assert_low_precision": "te_inductor.api.assertions",
     "autocast": "te_inductor.recipes.regions",
+    "calibrate": "te_inductor.api.calibration",
+    "Calibration": "te_inductor.api.calibration.policy",
     "CompileOptions": "te_inductor.api.options",
     "backward_dw": "te_inductor.runtime.gradients.deferred_wgrads",
     "eager_layers": "te_inductor.eager_layers",

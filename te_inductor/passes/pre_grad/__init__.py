@@ -2,8 +2,9 @@
 the forms of `sites/`), decide about each (`decide/`), and put low-precision ones in their place (`rewrite/`). Each pass
 takes the compile's one `Plan`. Each stage imports from those before it and from `passes/graph`, never the other way.
 
-`explain` runs DECIDE or DECIDE_EXPORTED alone. Graphs that Dynamo did not make have lists of their own, of the same
-passes: EXPORTED is for exported programs, TRACED for graphs of forward and backward.
+`explain` runs DECIDE or DECIDE_EXPORTED alone, `calibrate` FIND once and CHECK for each recipe. Graphs that Dynamo did
+not make have lists of their own, of the same passes: EXPORTED is for exported programs, TRACED for graphs of forward and
+backward.
 """
 
 from collections.abc import Callable
@@ -44,15 +45,12 @@ from te_inductor.passes.pre_grad.rewrite.traced import (
 Pass = Callable[[Plan], None]
 
 _OPENED: tuple[Pass, ...] = (write_numbers, inline_attention, inline_contractions, match_attention)
-_WEIGHED: tuple[Pass, ...] = (
-    match_sites,
-    list_products,
-    resolve_recipes,
-    match_losses,
-    check_sites,
-    weigh_sites,
-)
+_FOUND: tuple[Pass, ...] = (match_sites, list_products)
+# What the recipes of the options decide, which may be asked again with other options, of copies of the sites.
+CHECK: tuple[Pass, ...] = (resolve_recipes, match_losses, check_sites)
+_WEIGHED: tuple[Pass, ...] = (*_FOUND, *CHECK, weigh_sites)
 _DECIDED: tuple[Pass, ...] = (check_gathers, check_exchanges, merge_sites, check_extras, report_sites, report_losses)
+FIND: tuple[Pass, ...] = (*_OPENED, *_FOUND)
 DECIDE: tuple[Pass, ...] = (*_OPENED, *_WEIGHED, *_DECIDED)
 _REWRITE: tuple[Pass, ...] = (
     compare_ranks,
