@@ -25,7 +25,8 @@ def choose(items: Sequence[Sequence[Alternative]], budget: int) -> list[int] | N
     if sum(option.time for option in fastest) > budget:
         return None
     bounds = [_Bound(fastest[place:], [step for hull in steps[place:] for step in hull]) for place in range(len(items))]
-    known = bounds[0].greedy(budget) if items else 0.0
+    # Sums of costs in another order differ in their last digits.
+    known = bounds[0].greedy(budget) + 1e-9 * abs(bounds[0].cost) if items else 0.0
     states: list[tuple[int, float, tuple[int, ...]]] = [(0, 0.0, ())]
     for place, options in enumerate(items):
         rest = bounds[place + 1] if place + 1 < len(items) else _Bound([], [])
@@ -36,7 +37,7 @@ def choose(items: Sequence[Sequence[Alternative]], budget: int) -> list[int] | N
         )
         states, least = [], float("inf")
         for time, cost, chosen in made:
-            if cost < least and cost + rest.least(budget - time) <= known * (1 + 1e-9) + 1e-30:
+            if cost < least and cost + rest.least(budget - time) <= known:
                 states.append((time, cost, chosen))
                 least = cost
     return list(states[-1][2])  # costs fall as times rise
