@@ -47,7 +47,7 @@ def test_the_search_is_exact():
 
 
 def test_the_search_does_not_hang_on_how_costs_are_added_up():
-    """With time for all that costs nothing, what is left of the sum of costs is a rounding, of either sign."""
+    """What is left of the sum of costs is a rounding, of either sign, where there is time for all that costs nothing."""
     draw = random.Random(0)
     for _ in range(200):
         items = [[Alternative(0, draw.random() * 1e-3), Alternative(3, 0.0)] for _ in range(draw.randrange(1, 9))]
