@@ -29,6 +29,7 @@ from te_inductor.ops.stored_weight import StoredWeight
 from te_inductor.passes import pre_grad
 from te_inductor.passes.graph.module_path import path_of
 from te_inductor.passes.graph.values import value
+from te_inductor.passes.pre_grad.decide.invariance import inductor_options
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.passes.pre_grad.rewrite import first_step
 from te_inductor.passes.pre_grad.rewrite.decisions import compare_compiles
@@ -105,6 +106,7 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     policy = tuple((glob, recipes.resolve(spec, named) or "none") for glob, spec in parsed.policy)
     backward = resolve_backward(parsed.backward, parsed.called("backward"))
     group = amax_groups.resolve(parsed.amax_group, parsed.called("amax_group"))
+    inductor_options(parsed)  # which may be told otherwise
     for text in config.unknown_variables():
         say(f"te_inductor: {text}", parsed.fallback)
     return replace(parsed, recipe=recipe or "none", policy=policy, backward=backward, amax_group=group)
@@ -189,7 +191,8 @@ def _inductor(plan: Plan, name: str | None) -> Inductor:
     patches = dict(torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None).config)
     if not plan.is_ours:
         return lambda gm, inputs, runs_seldom=False: compat.compile_fx(gm, inputs, patches, name)
-    wrap_inner = lowerings.install(options.fallback)
+    patches.update(inductor_options(options))
+    wrap_inner = lowerings.install(options.fallback, options.batch_invariant)
     compat.patch("torch._inductor.config.loop_index_inversion_in_fusion", False, on=patches)
     if plan.experts:
         patches.setdefault("unroll_reductions_threshold", MOST_EXPERTS_OF_A_ROW + 1)

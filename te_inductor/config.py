@@ -58,6 +58,15 @@ def _parse_json_policy(text: str, source: str) -> tuple[tuple[str, object], ...]
     return pairs
 
 
+def _parse_switch(value: object, source: str | None) -> bool:
+    """A bool, or what a variable has for one."""
+    found = value if source is None else {"0": False, "false": False, "1": True, "true": True}.get(str(value).lower())
+    if not isinstance(found, bool):
+        called = "option 'batch_invariant'" if source is None else source
+        raise OptionError(wrong_type(called, value, "True or False" if source is None else "true or false"))
+    return found
+
+
 @dataclass(frozen=True)
 class Option:
     """A compile option: what `te_inductor.list_options()` returns, what the reader below reads, and a row of the table in
@@ -133,6 +142,14 @@ OPTIONS = {
         _choices("attention", "none", "auto", "as_written"),
         _choices("logits", '"omit": reading the logits is an error', "keep", "omit"),
         Option(
+            "batch_invariant",
+            "False, True",
+            False,
+            "True: forward GEMMs by one kernel, and attention that stores its scores; on a CPU code without vectors",
+            not_of_programs="a program is compiled by other options than ours",
+            reader=_parse_switch,
+        ),
+        Option(
             "amax_group",
             'a DeviceMesh, a ProcessGroup, the name of one, or "none"',
             None,
@@ -174,6 +191,7 @@ class Options:
     logits: Logits = "keep"
     guard: Guard = "warn"
     backward: object = None
+    batch_invariant: bool = False
     amax_group: Any = None
     mode: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)

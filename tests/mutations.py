@@ -515,6 +515,30 @@ MUTATIONS = [
         ("tests/backend/test_expert_parallel.py", "-k", "unequal"),
     ),
     Mutation(
+        "a rollout does not see steps of fused optimizers",
+        "                _steps[parameter] = steps + 1\n",
+        "                _steps[parameter] = steps\n",
+        ("tests/backend/test_rollouts.py", "-k", "fused"),
+    ),
+    Mutation(
+        "graphs of a model whose weights are stored already let a view's be stale",
+        "following(compiled, [place for place, given in enumerate(example_inputs) if isinstance(given, StoredWeight)])",
+        "compiled",
+        ("tests/backend/test_rollouts.py", "-k", "generation_follows or graphs_of"),
+    ),
+    Mutation(
+        "the size rule decides by the number of rows what is batch-invariant",
+        "    if plan.options.batch_invariant:\n        return  # they go by the number of rows\n",
+        "",
+        ("tests/backend/test_batch_invariance.py", "-k", "size_rule"),
+    ),
+    Mutation(
+        "layers that 'batch_invariant' leaves in high precision are products of a library",
+        "    return options.batch_invariant and not site.low and not site.stored and OPTION not in site.unmet\n",
+        "    return False\n",
+        ("tests/backend/test_batch_invariance.py", "-k", "high_precision_is_rewritten"),
+    ),
+    Mutation(
         "layers that are computed again count as what is saved",
         "        if not bodies.is_computed_again(site.match.node.graph)\n",
         "",

@@ -23,6 +23,7 @@ class CompileOptions(TypedDict, total=False):
     attention: Attention
     logits: Logits
     guard: Guard
+    batch_invariant: bool
     amax_group: object
     mode: str
 

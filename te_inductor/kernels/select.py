@@ -10,6 +10,7 @@ from te_inductor.kernels import (
     emulated,
     exact,
     experts_decode,
+    fixed_order,
     fp8_small_m,
     grouped_library,
     grouped_mm,
@@ -23,6 +24,7 @@ from te_inductor.kernels.family import Choice
 from te_inductor.kernels.problem import Problem
 
 FAMILIES = (
+    fixed_order.FAMILY,
     uncast.FAMILY,
     nvfp4_linear.FAMILY,
     nvfp4_fp8.FAMILY,

@@ -7,7 +7,7 @@ if not __name__.startswith("te_inductor."):
     raise ImportError(f"{__name__!r} is a folder of te_inductor, import te_inductor.lowerings")
 
 
-def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def install(fallback: str = "warn", batch_invariant: bool = False) -> Callable[..., Callable[..., Any]]:
     """Register every lowering with Inductor, and the FLOPs of ops with torch (importing the modules does it).
 
     Returns a wrapper for Inductor's compiler of one graph, of a forward, a backward or an inference: during the
@@ -35,6 +35,7 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
         # Ops that generated code calls, also such as a compile cache returns. NVFP4's come with its weights.
         from te_inductor.templates.triton import (  # noqa: F401
             decode_attention,
+            fixed_order,
             fp8_small_m,
             grouped_ops,
             scale_updates,
@@ -48,7 +49,7 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
                 decode.replaced(),
                 joining_dimensions_fast(),
                 called_directly(),
-                V.set_choices_handler(Choices(V.choices)),
+                V.set_choices_handler(Choices(V.choices, batch_invariant)),
             ):
                 return compile_guarded(inner_compile, fallback, *args, **kwargs)
 

@@ -1,6 +1,7 @@
 """The op set: fine-grained, functional ops whose graph Inductor can fuse, and the linear layer made of them. One file a
 family: `casts`, `gemm`, `delayed`, `grouped` (of experts), `layers` (linear layers), `stored` (weights in low
-precision), `masked_attention`, `losses` (of output layers); `written_out` (what leaves this process).
+precision), `masked_attention`, `losses` (of output layers), `fixed_order` (sums in one
+order); `written_out` (what leaves this process).
 """
 
 from te_inductor.ops import masked_attention, stored
@@ -22,6 +23,7 @@ from te_inductor.ops.casts import (
     values,
 )
 from te_inductor.ops.delayed import delayed_step, read_scales, record_amax, update_scales
+from te_inductor.ops.fixed_order import fixed_attention, fixed_linear, fixed_mm
 from te_inductor.ops.gemm import accumulate_wgrad, defer_wgrad, product, scaled_mm
 from te_inductor.ops.grouped import (
     accumulate_grouped_wgrad,

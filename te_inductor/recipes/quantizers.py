@@ -160,6 +160,7 @@ class Gemm(Constant):
     scopes: tuple[str, str] = ("tensor", "tensor")  # what shares one scale in a and in b
     elements: tuple[str, str] = ("e4m3", "e4m3")  # of a and of b
     scale_maxima: tuple[float, float] = (E4M3.max, E4M3.max)  # Quantizer.scale_max of a and of b
+    fixed_order: bool = False  # whether an element is summed alike whatever M is: Note [One order of sums]
 
     def __post_init__(self) -> None:
         if not SCOPES.keys() >= set(self.scopes):

@@ -41,6 +41,7 @@ GEMMS = {
     "nvfp4": Gemm("fprop", False, ("1x16", "1x16"), ("e2m1", "e2m1")),
     "stored nvfp4": nvfp4_linear.PREFILL,
     "high dgrad": Gemm.of_high_precision("dgrad"),
+    "row, one order": Gemm("fprop", False, ("row", "row"), fixed_order=True),
 }
 EPILOGUES = {
     "bias": Epilogue(bias=True),
@@ -99,6 +100,7 @@ CHOICES = [
     (DENSE, (16384, 4096, 6144), "nvfp4", "", EMULATED, CUBLASLT, EMULATED, EMULATED, EMULATED),
     (DENSE, (16384, 4096, 6144), "mxfp4", "", EMULATED, EMULATED, EMULATED, EMULATED, EMULATED),
     (DENSE, (16384, 4096, 6144), "mxfp6", "", EMULATED, EMULATED, EMULATED, EMULATED, EMULATED),
+    *((DENSE, (m, 4096, 4096), "row, one order", more, *5 * ("fixed_order",)) for m in (1, 4096) for more in ("", "adds")),
     (DENSE, (16384, 4096, 6144), "high dgrad", "", HIGH, HIGH, HIGH, HIGH, HIGH),
     (DENSE, (16384, 6144, 4096), "tensor", "bias", ACROSS, CUBLASLT, CUBLASLT, CUBLASLT, INDUCTOR),
     (DENSE, (16384, 6144, 4096), "tensor", "adds another", ACROSS, CUBLASLT, CUBLASLT, CUBLASLT, INDUCTOR),

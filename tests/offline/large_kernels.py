@@ -28,6 +28,7 @@ from te_inductor.templates.triton import (
     decode_attention,
     experts_decode,
     experts_rows,
+    fixed_order,
     fp8_small_m,
     group_strips,
     grouped_casts,
@@ -141,6 +142,13 @@ def few_rows() -> None:
     assert_near(y.sum(0)[:, -64:], x.float() @ b[-64:].float().t(), "FP8 and few rows")
 
 
+def fixed_order_products() -> None:
+    b, x = mapped((1, EXPERTS * N, K), FP8), torch.randn(1, 3, K).to(FP8)
+    b[0, -128:] = torch.randn(128, K).to(FP8)
+    y = fixed_order.fixed_mm(x, b, None, None, False, FP32)
+    assert_near(y[0, :, -128:], x[0].float() @ b[0, -128:].float().t(), "sums in one order")
+
+
 def sums() -> None:
     parts = mapped((2, 3, 2**31 // 3 + 512), FP32)
     parts[:, -1, -512:] = torch.randn(2, 512)
@@ -234,6 +242,7 @@ if __name__ == "__main__":
         mock.patch.object(Tensor, "new_empty", new_empty),
     ):
         for case in (
-            expansions, stored_products, experts, few_rows, sums, casts_of_experts, casts_of_groups, kept_weights, attention,
+            expansions, stored_products, experts, few_rows, fixed_order_products, sums,
+            casts_of_experts, casts_of_groups, kept_weights, attention,
         ):  # fmt: skip
             case()

@@ -28,6 +28,7 @@ from te_inductor.templates.triton import (  # noqa: E402
     decode_attention,
     experts_decode,
     experts_rows,
+    fixed_order,
     fp8_small_m,
     group_strips,
     grouped_casts,
@@ -132,6 +133,10 @@ def few_rows(m, e, n, k):
     fp8_small_m.partial_sums(*given, config, BF16)
 
 
+def fixed_order_products(m, e, n, k):
+    fixed_order.fixed_mm(*(empty(1, rows, k, dtype=BF16) for rows in (m, e * n)), None, None, False, BF16)
+
+
 def expansions(m, e, n, k):
     nvfp4_expand.dequantize(*nvfp4(e, n, k), empty(e), k, BF16)
     nvfp4_expand.recast(*nvfp4(e * n, k), empty())
@@ -158,7 +163,7 @@ def losses(m, e, n, k):
 
 LAUNCHES = [
     nvfp4_products, stored_experts, casts_of_experts, casts_of_groups, grouped_products, kept_weights, few_rows,
-    expansions, attention, updates, losses,
+    fixed_order_products, expansions, attention, updates, losses,
 ]  # fmt: skip
 
 

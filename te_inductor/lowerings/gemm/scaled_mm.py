@@ -7,11 +7,12 @@ from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
 from te_inductor import ops
-from te_inductor.kernels import emulated, exact, fp8_small_m, uncast
+from te_inductor.kernels import emulated, exact, fixed_order, fp8_small_m, uncast
 from te_inductor.kernels.select import select
 from te_inductor.lowerings.casts import blocks
 from te_inductor.lowerings.casts.narrowing import narrowed
 from te_inductor.lowerings.gemm import cutlass_choices, microscaled_mm
+from te_inductor.lowerings.gemm import fixed_order as in_fixed_order
 from te_inductor.lowerings.gemm.partial_sums import added_up
 from te_inductor.lowerings.registry import lowering
 from te_inductor.recipes import Gemm
@@ -38,6 +39,8 @@ def scaled_mm(
         y = _adding(a, a_scale, b, b_scale, bias, added, gemm)
         return y or lowerings[aten.add](scaled_mm(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha), added)  # type: ignore[no-any-return]
     choice = select(cutlass_choices.problem_of(a, b, bias, gemm, out_dtype))
+    if choice.family is fixed_order.FAMILY:
+        return _add(in_fixed_order.scaled(a, a_scale, b, b_scale, gemm, out_dtype, alpha), bias, out_dtype)  # type: ignore[no-any-return]
     if choice.family is uncast.FAMILY:
         return _add(_high(a, b, out_dtype), bias, out_dtype)  # type: ignore[no-any-return]
     if choice.family is emulated.FAMILY:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from te_inductor.passes.pre_grad.attention.rewrite import rewrite_attention
 from te_inductor.passes.pre_grad.attention.sites import match_attention
 from te_inductor.passes.pre_grad.decide.between_ranks import check_exchanges, check_gathers
+from te_inductor.passes.pre_grad.decide.invariance import check_invariance
 from te_inductor.passes.pre_grad.decide.report import report_sites
 from te_inductor.passes.pre_grad.decide.sites import (
     check_extras,
@@ -47,7 +48,7 @@ Pass = Callable[[Plan], None]
 _OPENED: tuple[Pass, ...] = (write_numbers, inline_attention, inline_contractions, match_attention)
 _FOUND: tuple[Pass, ...] = (match_sites, list_products)
 # What the recipes of the options decide, which may be asked again with other options, of copies of the sites.
-CHECK: tuple[Pass, ...] = (resolve_recipes, match_losses, check_sites)
+CHECK: tuple[Pass, ...] = (resolve_recipes, match_losses, check_sites, check_invariance)
 _WEIGHED: tuple[Pass, ...] = (*_FOUND, *CHECK, weigh_sites)
 _DECIDED: tuple[Pass, ...] = (check_gathers, check_exchanges, merge_sites, check_extras, report_sites, report_losses)
 FIND: tuple[Pass, ...] = (*_OPENED, *_FOUND)

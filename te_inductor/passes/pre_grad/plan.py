@@ -214,7 +214,7 @@ class Plan:
     def is_ours(self) -> bool:
         """Whether anything of ours is in the graph, or can come out of it: a layer in low precision, an op by hand, or
         a tensor subclass, whose operations only tracing shows."""
-        if any(site.low or site.stored for site in self.candidates):
+        if self.options.batch_invariant or any(site.low or site.stored for site in self.candidates):
             return True
         if any(is_traceable_wrapper_subclass(given) for given in self.inputs):
             return True

@@ -160,7 +160,9 @@ def scaled_mm(
     alpha: Tensor | None = None,  # (), (M, 1) or (1, N), factor of the product, of two-level scales
     added: Tensor | None = None,  # (M, N), of out_dtype
 ) -> Tensor:  # (M, N)
-    if gemm.is_high:
+    if gemm.fixed_order:
+        y = _fixed(a, a_scale, b, b_scale, gemm, out_dtype, alpha)
+    elif gemm.is_high:
         with torch.autocast(a.device.type, enabled=False):  # as below
             y = high_product(a, b, out_dtype)
     elif gemm.microscaled:
@@ -197,6 +199,23 @@ def high_product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     if a.device.type == "cuda" and out_dtype == torch.float32:
         return torch.mm(a, b.t(), out_dtype=out_dtype)
     return (a.float() @ b.float().t()).to(out_dtype)
+
+
+def _fixed(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: Gemm, out_dtype: torch.dtype, alpha: Tensor | None
+) -> Tensor:
+    """Note [One order of sums]"""
+    multiply, is_cuda = torch.ops.te_inductor.fixed_mm.default, a.device.type == "cuda"
+    if gemm.microscaled or (gemm.blocked and not is_cuda):
+        operands = zip((a, b), (a_scale, b_scale), gemm.formats, gemm.granularities, strict=True)
+        wide = [blocks.values(*operand).to(torch.bfloat16 if is_cuda else torch.float32)[None] for operand in operands]
+        [y] = multiply(*wide, None, None, False, torch.float32)
+        return (y if alpha is None else y * alpha).to(out_dtype)
+    if gemm.blocked:
+        scopes = zip((a_scale, b_scale), gemm.granularities, (a, b), strict=True)
+        a_scale, b_scale = (blocks.spread_rows(scale, scope, x.shape) for scale, scope, x in scopes)
+    [y] = multiply(a[None], b[None], a_scale, b_scale, gemm.blocked, out_dtype)
+    return y  # type: ignore[no-any-return]
 
 
 def _emulated(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: Gemm, alpha: Tensor | None) -> Tensor:

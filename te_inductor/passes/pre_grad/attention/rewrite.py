@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from te_inductor import compat
+from te_inductor import compat, ops
 from te_inductor.ops import masked_attention
 from te_inductor.passes.graph import operators
 from te_inductor.passes.graph.aliases import is_opaque
@@ -43,6 +43,8 @@ def rewrite_attention(plan: Plan) -> None:
             _call_either(site, masks)
         elif site.kernel == "kept":
             _call_kept(site, masks)
+        elif site.kernel == "fixed":
+            _call_in_fixed_order(site)
     if any(site.is_changed for site in plan.attention):
         for module in plan.graph_modules():
             module.recompile()
@@ -74,6 +76,14 @@ def _call_plainly(site: Attention) -> None:
         operands = (site.call.q, site.call.k, site.call.v)
         out = site.call.node.graph.call_function(torch.nn.functional.scaled_dot_product_attention, operands, call)
     _take(site, out)
+
+
+def _call_in_fixed_order(site: Attention) -> None:
+    """Attention whose products are summed in one order."""
+    call, node = site.call, site.call.node
+    operands: Any = (call.q, call.k, call.v, call.given, call.causal, call.known_scale)
+    with node.graph.inserting_before(node):
+        _take(site, node.graph.call_function(ops.fixed_attention, operands))
 
 
 @dataclass

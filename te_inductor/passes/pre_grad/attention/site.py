@@ -21,6 +21,7 @@ class AttentionCall:
     given: fx.Node | None  # the mask that the program made, or one of several
     scale: float | None  # None: one over the root of the width
     dropout: float = 0.0
+    causal: bool = False  # as torch's function is told
     softcap: float | None = None  # of scores, in attention by hand
     sinks: fx.Node | None = None  # that broadcasts to (B, H, L, 1): one more score of each head, without a value
     added: Added = field(default_factory=Added)  # what is added to the scores: a bias
@@ -57,7 +58,7 @@ class Attention:
     ends_early: bool = False
     keeps_strides: bool = False  # whether something counts on the strides that its output was traced with
     is_written: bool = False  # whether the graph writes its output in place
-    kernel: str = "as_written"  # "as_written", "plain", "causal", "flex", "either", or "kept": see `KERNELS`
+    kernel: str = "as_written"  # "as_written", "plain", "causal", "flex", "either", "kept" or "fixed": see `KERNELS`
     views: list[fx.Node] = field(default_factory=list)  # of its operands, put into the graph to be read
     refusal: Refusal | None = None  # why the mask stays a tensor
 
@@ -78,5 +79,6 @@ KERNELS = {
     "causal": "sdpa, is_causal",
     "flex": "flex_attention",
     "kept": "flash_attention to the keys that a padding keeps",
+    "fixed": "sums in one order",
     "either": "sdpa where the mask hides nothing, else flex_attention",
 }

@@ -27,7 +27,7 @@ from te_inductor.passes.pre_grad.attention.site import KERNELS, Attention, Atten
 from te_inductor.passes.pre_grad.attention.symbols import Symbols
 from te_inductor.passes.pre_grad.attention.trees import Writer
 from te_inductor.passes.pre_grad.plan import Plan
-from te_inductor.presentation.report import AttentionSite
+from te_inductor.presentation.report import AttentionSite, Unmet
 
 # From how many queries on FlexAttention is taken for a mask that torch's kernels take as a tensor, and from how many on
 # one call may wait for the device to learn that a mask hides nothing.
@@ -78,6 +78,7 @@ def _of_call(node: fx.Node, reader: Reader) -> Attention:
     call: Mapping[str, Any] = dict(zip(ARGUMENTS, node.args, strict=False)) | node.kwargs
     q, k, v = (call[called] for called in ARGUMENTS[:3])
     read = AttentionCall(node, q, k, v, call.get("attn_mask"), call.get("scale"), call.get("dropout_p", 0.0))
+    read.causal = call.get("is_causal") is True
     site = Attention(read, module_path(node))
     site.refusal = _shape_refusal(site, call)
     if site.refusal is not None:
@@ -88,7 +89,7 @@ def _of_call(node: fx.Node, reader: Reader) -> Attention:
     )
     scores = Scores.of(value(q), value(k).shape[2])
     if site.call.given is None:
-        site.proof.mask = Mask((masks.KEY <= masks.QUERY,) if call.get("is_causal") is True else (), scores)
+        site.proof.mask = Mask((masks.KEY <= masks.QUERY,) if read.causal else (), scores)
     else:
         part = added.of_mask(site.call.given, reader, scores)
         if isinstance(part, Added):  # autocast casts it
@@ -180,8 +181,31 @@ def _shape_refusal(site: Attention, call: Mapping[str, Any]) -> Refusal | None:
     return None
 
 
+def _order_refusal(site: Attention) -> Refusal | None:
+    """Why attention cannot be summed in one order: Note [One order of sums] in kernels/fixed_order.py."""
+    call = site.call
+    if site.by_hand:
+        return Refusal("attention is written by hand, expected F.scaled_dot_product_attention")
+    if call.dropout:
+        return Refusal("attention has a dropout of %s, expected 0", call.dropout)
+    refusal = _shape_refusal(site, {})
+    if refusal is not None:
+        return refusal
+    q, k, v = (value(node) for node in (call.q, call.k, call.v))
+    if not q.shape[0] == k.shape[0] == v.shape[0] or k.shape[1:3] != v.shape[1:3] or q.shape[1] % k.shape[1]:
+        sizes = ", ".join(str(tuple(one.shape)) for one in (q, k, v))
+        return Refusal("attention of q, k and v of sizes %s, expected one batch and heads in groups", sizes)
+    return None
+
+
 def _decide(site: Attention, inputs: Inputs, plan: Plan) -> None:
     """Decides which kernel computes it."""
+    if plan.options.batch_invariant:
+        site.refusal = _order_refusal(site)
+        site.kernel = "fixed" if site.refusal is None else site.kernel
+        if site.refusal is not None:
+            plan.outcome.report.unmet.append(Unmet("batch_invariant", site.fqn, str(site.refusal)))
+        return
     if plan.options.attention == "as_written":
         site.refusal = Refusal("option 'attention' is 'as_written'")
     if site.refusal is not None:

@@ -13,7 +13,7 @@ from te_inductor.ops import LayerSpec
 from te_inductor.passes.graph import regions
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.values import value
-from te_inductor.passes.pre_grad.decide import merging, transforms, weight_grads
+from te_inductor.passes.pre_grad.decide import invariance, merging, transforms, weight_grads
 from te_inductor.passes.pre_grad.decide.delayed import GroupsOf
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.rewrite import annotations, between_ranks, delayed, selective
@@ -49,7 +49,11 @@ def rewrite_sites(plan: Plan) -> None:
     """Replace what passed by `te_inductor.layers`; last first, as a match's input may be the node of an earlier
     match."""
     sites = [candidate for candidate in plan.candidates if candidate.low]
-    layers = {candidate.match.node for candidate in plan.candidates if candidate.low or candidate.stored}
+    layers = {
+        candidate.match.node
+        for candidate in plan.candidates
+        if candidate.low or candidate.stored or invariance.is_rewritten(candidate, plan.options)
+    }
     for node, inlined in plan.products.inlined.items():
         if node not in layers:
             inlined.undo()
@@ -62,8 +66,12 @@ def rewrite_sites(plan: Plan) -> None:
     extras = _extras(plan, sites, groups)
     stateful = _delayed_sites(plan, sites, merged, extras)
     gathers.add(sites)
-    for candidate in reversed(sites):
+    for candidate in reversed(plan.candidates):
         match = candidate.match
+        if not candidate.low:
+            if invariance.is_rewritten(candidate, plan.options):
+                candidate.rule.rewrite(match, _in_fixed_order)
+            continue
         emit = functools.partial(_emit, candidate.slots, extras, gathers, stateful.get(candidate.recipe))  # type: ignore[arg-type]
         group = groups.get(match.node)
         if group is None:
@@ -104,6 +112,14 @@ def _store_what_learns(plan: Plan) -> None:
                 operands: Any = (match.x, match.weight, match.bias, recipe.prefill, value(match.node).dtype)  # type: ignore[union-attr]
                 new = match.node.graph.call_function(ops.nvfp4_trained, operands, {"amax": amaxes.get(match.node)})
                 replace_layer(match, new)
+
+
+def _in_fixed_order(matches: Sequence[Match], x: fx.Node, weights: Sequence[fx.Node]) -> list[fx.Node]:
+    """Layers in high precision."""
+    layers: Any = [
+        (x, weight, match.bias, value(match.node).dtype) for match, weight in zip(matches, weights, strict=True)
+    ]
+    return [x.graph.call_function(ops.fixed_linear, operands) for operands in layers]
 
 
 def _emit(

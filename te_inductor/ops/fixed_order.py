@@ -1,0 +1,76 @@
+"""Layers and attention that sum in one order: Note [One order of sums] in kernels/fixed_order.py."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_inductor.ops.differentiable import Gradients, Needs, Operation
+from te_inductor.runtime.definition import op_of
+from te_inductor.runtime.eager import fixed_order
+
+fixed_mm = op_of(
+    fixed_order.fixed_mm, lambda a, b, *rest: a.new_empty((*a.shape[:2], b.shape[1]), dtype=rest[-1]), name="fixed_mm"
+)
+
+
+@dataclass(frozen=True)
+class FixedProduct(Operation):
+    """Inputs: a (B, M, K) and b (B, N, K), of one dtype. The gradients are torch's own products."""
+
+    out_dtype: torch.dtype
+
+    def compute(self, needs: Needs, a: Tensor, b: Tensor) -> tuple[Tensor, Any]:
+        return fixed_mm(a, b, None, None, False, self.out_dtype), needs
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], found: Any) -> None:
+        a, b = inputs
+        ctx.needs, ctx.dtype = found, a.dtype
+        ctx.save_for_backward(a if found[1] else None, b if found[0] else None)
+
+    def backward(self, ctx: Any, *grads: Tensor) -> Gradients:
+        a, b = ctx.saved_tensors
+        dy = grads[0].to(ctx.dtype)
+        return torch.bmm(dy, b) if ctx.needs[0] else None, torch.bmm(dy.mT, a) if ctx.needs[1] else None
+
+
+def trace_fixed_linear(
+    x: Tensor,  # (..., K)
+    weight: Tensor,  # (N, K)
+    bias: Tensor | None,  # (N,)
+    out_dtype: torch.dtype,  # in which it computes
+) -> Tensor:  # (..., N)
+    """A layer in high precision."""
+    rows = x.reshape(1, -1, x.shape[-1]).to(out_dtype)
+    [y] = FixedProduct(out_dtype)(rows, weight[None].to(out_dtype))
+    y = y if bias is None else y + bias.to(out_dtype)
+    return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def trace_fixed_attention(
+    q: Tensor,  # (..., H, L, D)
+    k: Tensor,  # (..., KV heads, S, D)
+    v: Tensor,  # (..., KV heads, S, E)
+    mask: Tensor | None,  # bool or a number, that broadcasts to (..., H, L, S)
+    causal: bool,
+    scale: float,
+) -> Tensor:  # (..., H, L, E)
+    """``F.scaled_dot_product_attention``: scores in fp32, exponentials rounded to q's dtype behind the softmax. Query
+    heads of a KV head are rows of one product."""
+    sizes, kv_heads, (length, keys) = q.shape[:-1], k.shape[-3], (q.shape[-2], k.shape[-2])
+    rows = q.reshape(-1, sizes[-2] // kv_heads * length, q.shape[-1])
+    scores = FixedProduct(torch.float32)(rows, k.reshape(-1, keys, k.shape[-1]))
+    scores = scores.reshape(*sizes, keys) * scale
+    if causal:
+        hidden = torch.arange(length, device=q.device)[:, None] < torch.arange(keys, device=q.device)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    weights = torch._safe_softmax(scores, -1).to(q.dtype).reshape(*rows.shape[:-1], keys)
+    y = FixedProduct(q.dtype)(weights, v.reshape(-1, keys, v.shape[-1]).mT.contiguous())
+    return y.reshape(*sizes, v.shape[-1])
+
+
+fixed_linear = op_of(trace_fixed_linear, name="fixed_linear")
+fixed_attention = op_of(trace_fixed_attention, name="fixed_attention")

@@ -1,0 +1,152 @@
+"""What `options={"batch_invariant": True}` asks of a graph: that the numbers of a row depend on no other row, on how many
+there are, or on whether the graph trains.
+
+# Note [Rows by themselves]
+Four things make a row's numbers depend on what stands beside it, and each has its rule in one place:
+
+- **Casts.** A scale that other rows have a part in. `check_invariance` leaves layers in high precision whose input has
+  such scales, and says so. The size rule, which goes by M, is not asked, nor does a policy's function see M.
+- **Products.** All forward products of layers and of attention are summed in one order: Note [One order of sums] in
+  kernels/fixed_order.py. Others are named: option 'batch_invariant' does not reach them.
+- **Reductions.** A norm's and a softmax's: on CUDA each row is summed by one program with one tile, whatever else its
+  kernel does (lowerings/choices.py); on a CPU element by element, by code without vectors and threads.
+- **Rounding.** Inductor keeps what it fuses in fp32, and what it fuses depends on sizes and on what a backward saves.
+  It is told to round each operator's result to its dtype, as eager code does, and to fuse no multiply and add.
+
+A loss is computed as the program wrote it: in chunks, logits would be rounded otherwise than those that an evaluation
+reads."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from te_inductor.config import Options
+from te_inductor.diagnostics import Refusal
+from te_inductor.errors import OptionError
+from te_inductor.passes.graph.module_path import module_path
+from te_inductor.passes.graph.values import value
+from te_inductor.passes.pre_grad.plan import Candidate, Plan
+from te_inductor.passes.pre_grad.sites.rule import Match
+from te_inductor.passes.pre_grad.sites.tensor_parallel import TensorParallel
+from te_inductor.presentation.report import Unmet
+from te_inductor.recipes import Quantizer, Slots
+
+OPTION = "batch_invariant"
+# What Inductor is told; names that a release does not have are left out.
+INDUCTOR: dict[str, object] = {
+    "emulate_precision_casts": True,  # and no multiplication is fused with an addition
+    "batch_invariant": True,  # configurations of reductions that do not go by the number of rows
+    "max_autotune": False,  # whose choices are those of a size
+    "max_autotune_gemm": False,
+    "max_autotune_pointwise": False,
+    "coordinate_descent_tuning": False,
+    "online_softmax": False,  # whose running sum is scaled as often as its largest element changes
+    "triton.cooperative_reductions": False,  # several programs for one row
+    "triton.multi_kernel": 0,  # measures which of two reductions is faster
+    "triton.tile_reductions": False,
+    "cpp.simdlen": 1,  # no vectors: their lanes are partial sums, and their functions others than those of scalars
+    "cpp.threads": 1,  # no partial sums of threads
+}
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def inductor_options(options: Options) -> dict[str, object]:
+    """What Inductor is told for the option.
+
+    Raises:
+        OptionError: the program tells it otherwise.
+    """
+    if not options.batch_invariant:
+        return {}
+    from torch._inductor import config
+
+    known = config.get_config_copy()
+    told = dict(torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None).config)
+    for name, expected in INDUCTOR.items():
+        if told.get(name, expected) != expected:
+            given = f"mode {options.mode!r}" if name not in options.inductor else f"Inductor's option {name!r}"
+            raise OptionError(
+                f"{given} has {name} = {told[name]!r} beside option {OPTION!r}, expected {expected!r}: kernels would be"
+                " chosen by sizes; leave one of them out"
+            )
+    return {name: expected for name, expected in INDUCTOR.items() if name in known}
+
+
+def slots_of(slots: Slots, options: Options) -> Slots:
+    """The slots of a layer under these options."""
+    return slots.in_fixed_order if options.batch_invariant else slots
+
+
+def check_invariance(plan: Plan) -> None:
+    """Leaves layers in high precision whose casts make rows depend on each other, and names what is not summed in one
+    order."""
+    if not plan.options.batch_invariant:
+        return
+    summed = set()
+    for site in plan.candidates:
+        if site.recipe is not None and site.refusal is None:
+            site.refusal = _refusal(site)
+            if site.refusal is not None:
+                site.precision = replace(site.precision, stored=site.stored and not site.precision.learns, learns=False)
+        why = None if site.low else _of_high(site)
+        if why is None:
+            summed.add(site.match.node)
+        else:
+            site.unmet[OPTION] = why
+    others = (one for one in plan.products.all if one.node not in summed | plan.products.backward)
+    known = {site.match.node for site in plan.candidates}
+    plan.outcome.report.unmet.extend(
+        Unmet(OPTION, module_path(one.node), f"it is a product that is no linear layer ({one.pattern})")
+        for one in others
+        if one.node not in known and one.sizes[-1] != 1
+    )
+
+
+def _refusal(site: Candidate) -> Refusal | None:
+    """Why a site in low precision would have rows depend on each other."""
+    match = site.match
+    if match.groups is not None:
+        return Refusal("option %r: products of experts are summed by groups of rows", OPTION)
+    if match.part(TensorParallel) is not None or match.arrives is not None:
+        return Refusal("option %r: rows or sums go between ranks", OPTION)
+    if site.precision.learns:
+        return Refusal("option %r: kernels of weights stored as they learn are chosen by the number of rows", OPTION)
+    if site.slots is None:
+        return None
+    shared = _shared_scale(site.slots.input)
+    if shared is not None:
+        return Refusal(
+            "option %r: rows of its input share a scale (%s), expected scales of rows or of blocks of a row, as of recipe"
+            " 'rowwise', 'block' or 'mxfp8'",
+            *(OPTION, shared),
+        )
+    if site.slots.fprop.microscaled and site.emulated is None:
+        return Refusal("option %r: tensor cores for microscales have no kernel of one order of sums", OPTION)
+    return None
+
+
+def _shared_scale(quantizer: Quantizer) -> str | None:
+    """What shares a scale that is no row and no part of one."""
+    scope = quantizer.granularity
+    if scope.two_level and not quantizer.rows_have_factors:
+        return f"{scope.name}, and a factor of the tensor"
+    return scope.name if scope.whole or (scope.blocked and scope.block[0] > 1) else None
+
+
+def _of_high(site: Candidate) -> Refusal | None:
+    """Why a site in high precision cannot be summed in one order."""
+    match: Match = site.match
+    if site.stored:
+        return Refusal("its weight is stored, and kernels of stored weights are chosen by the number of rows")
+    if match.groups is not None or match.part(TensorParallel) is not None or match.arrives is not None:
+        return Refusal("it is a product of experts, or rows and sums go between ranks")
+    dtypes: list[Any] = [value(node).dtype for node in (match.x, match.weight, match.node)]
+    if not set(dtypes) <= set(_DTYPES):
+        return Refusal("its dtypes are %s, expected float32, bfloat16 or float16", ", ".join(map(str, dtypes)))
+    return None
+
+
+def is_rewritten(site: Candidate, options: Options) -> bool:
+    """Whether a site in high precision is put into one order of sums."""
+    return options.batch_invariant and not site.low and not site.stored and OPTION not in site.unmet

@@ -1,0 +1,31 @@
+"""Products whose sums are made in one order, whatever stands beside a row: Note [One order of sums] in
+kernels/fixed_order.py."""
+
+import torch
+from torch import Tensor
+
+BLOCK = 128  # columns that share a scale, where scales change along K
+
+
+def fixed_mm(
+    a: Tensor,  # (B, M, K)
+    b: Tensor,  # (B, N, K)
+    a_scale: Tensor | None,  # (), (M, 1), or (K/128, M) of blocks, fp32
+    b_scale: Tensor | None,  # (), (N, 1), or (K/128, N)
+    blocked: bool,  # whether scales are those of blocks
+    out_dtype: torch.dtype,
+) -> Tensor:  # (B, M, N)
+    """Adds products up column by column, in fp32, and rounds none of them but to that."""
+    wide_a, wide_b = a.float(), b.float()
+    y = wide_a.new_zeros((*wide_a.shape[:2], wide_b.shape[1]))
+    step = BLOCK if blocked else max(a.shape[2], 1)
+    for place, start in enumerate(range(0, a.shape[2], step)):
+        part = torch.zeros_like(y)
+        for k in range(start, min(start + step, a.shape[2])):
+            part = part + wide_a[:, :, k, None] * wide_b[:, None, :, k]
+        if blocked and a_scale is not None and b_scale is not None:
+            part = part * (a_scale[place][:, None] * b_scale[place][None, :])
+        y = y + part
+    if not blocked and a_scale is not None and b_scale is not None:
+        y = y * (a_scale * b_scale.t())
+    return y.to(out_dtype)

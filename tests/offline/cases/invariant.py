@@ -1,0 +1,41 @@
+"""Graphs whose rows depend on no other row: options={"batch_invariant": True}."""
+
+import torch
+from torch import Tensor, nn
+
+from tests.offline.cases.common import Case, Mlp
+
+
+class _Model(nn.Module):
+    """An MLP and a head in high precision, of which the program reads log-probabilities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp(1024, 2048)
+        self.head = nn.Linear(1024, 4096, bias=False, device="cuda", dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.mlp(x)).float().log_softmax(-1)
+
+
+def _invariant(recipe: str, rows: int, learns: bool) -> Case:
+    options = {"recipe": recipe, "policy": {"head": "none"}, "batch_invariant": True}
+    x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=learns)
+    model = _Model() if learns else _Model().requires_grad_(False)
+    return torch.compile(model, backend="te", fullgraph=True, dynamic=False, options=options), (x,)
+
+
+def invariant_rowwise_train() -> Case:
+    return _invariant("rowwise", 4096, True)
+
+
+def invariant_rowwise_decode() -> Case:
+    return _invariant("rowwise", 3, False)
+
+
+def invariant_block_train() -> Case:
+    return _invariant("block", 4096, True)
+
+
+def invariant_block_decode() -> Case:
+    return _invariant("block", 3, False)
