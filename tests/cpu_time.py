@@ -53,7 +53,7 @@ class Costs:
         return report
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        self.of_tests[report.nodeid] += report.processor_time
+        self.of_tests[report.nodeid] += getattr(report, "processor_time", 0.0)  # which none of a lost worker has
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         of_files: Counter[str] = Counter()

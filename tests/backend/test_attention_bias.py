@@ -65,6 +65,7 @@ MODELS = {
 }  # fmt: skip
 
 
+@pytest.mark.quick("T5Encoder", "Falcon")
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers(name, monkeypatch):
     """Outputs and all gradients, the table's of T5 among them, with a padding on both sides."""

@@ -50,6 +50,7 @@ def test_without_dropout_it_is_torchs(name):
         torch.testing.assert_close(one, other.nan_to_num(0.0))
 
 
+@pytest.mark.quick("in front and behind", "none of one")
 @pytest.mark.parametrize("name", KEPT)
 def test_its_gradient_drops_what_its_output_does(name):
     kept = torch.tensor(KEPT[name])

@@ -130,6 +130,7 @@ def on_a_gpu(monkeypatch):
         yield
 
 
+@pytest.mark.quick("7-True", "None-False")
 @pytest.mark.parametrize("flash", (False, True))
 @pytest.mark.parametrize("window", (None, 7))
 def test_buffers_of_a_model(flash, window, on_a_gpu):
@@ -251,6 +252,7 @@ MODELS = {
 }
 
 
+@pytest.mark.quick("GPTNeo")
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers(name, on_a_gpu):
     """Attention as these models write it, without padding and with it on both sides. Of two masks that are added, as those

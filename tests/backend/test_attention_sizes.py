@@ -13,7 +13,7 @@ from tests.attention import MASKS, Passes, as_on_a_gpu, assert_same, attention_w
 NAMES = {mask.__name__: mask for mask in MASKS}
 
 
-@pytest.mark.quick("window", "packed")
+@pytest.mark.quick("packed")
 @pytest.mark.parametrize("name", ("window", "chunks", "prefix", "padded", "packed"))
 def test_lengths_that_are_symbolic(name, monkeypatch):
     """One graph for all of them."""
@@ -64,6 +64,7 @@ CACHES = {  # the kernels of its graphs: for the first sizes, and for all others
 }
 
 
+@pytest.mark.quick("behind_what_is_held", "written_before")
 @pytest.mark.parametrize("run", CACHES, ids=lambda run: run.__name__)
 def test_offsets_that_are_known_at_the_call(run, monkeypatch):
     backend = Passes()

@@ -31,8 +31,8 @@ from tests.support.trained import Attention, mlp
 pytestmark = pytest.mark.usefixtures("without_tracing", "one_seed")
 
 
+@pytest.mark.quick("delayed", "nvfp4")
 @pytest.mark.traced
-@pytest.mark.quick("delayed", "block", "nvfp4")
 @pytest.mark.parametrize(
     "recipe",
     [*RECIPES, pytest.param("current", marks=[pytest.mark.codegen, pytest.mark.thorough], id="current, compiled")],
@@ -133,6 +133,7 @@ def test_a_change_and_back(casts):
     assert len(casts) == 2
 
 
+@pytest.mark.quick("inference_mode")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_inference(mode, casts):
     """Row copies alone; training behind it adds the columns, for the layer that has a gradient to pass on."""

@@ -45,6 +45,7 @@ def test_state_survives_recompiles():
     assert 2 <= counters["stats"]["unique_graphs"] <= 6
 
 
+@pytest.mark.quick("inference_mode")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_nothing_changes(mode):
     model = mlp()
@@ -59,6 +60,7 @@ def test_without_gradients_nothing_changes(mode):
     assert not same(state(model), before)
 
 
+@pytest.mark.quick("no_grad")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_state_made_without_gradients_can_be_trained(mode):
     model = mlp()

@@ -50,6 +50,7 @@ def exported(model, *inputs, dynamic=True):
     return torch.export.export(model, inputs, dynamic_shapes=({0: Dim("batch")},) if dynamic else None)
 
 
+@pytest.mark.quick("rowwise-decomposed")
 @pytest.mark.parametrize("decomposed", [False, True], ids=["exported", "decomposed"])
 @pytest.mark.parametrize(
     "name",
@@ -83,6 +84,7 @@ def test_a_program(decomposed, name, tmp_path):
         assert torch.equal(again.module()(x), reference(model, x, name))
 
 
+@pytest.mark.quick("nvfp4_weight_only", "block")
 @pytest.mark.parametrize("name", ["nvfp4_weight_only", "current", "rowwise", "block"])
 def test_stored_weights_behind_decompositions(name, tmp_path):
     """Such weights stand beside layers that are lowered; saved and loaded, without ops of ours."""

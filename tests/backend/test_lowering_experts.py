@@ -22,6 +22,7 @@ def exported(model, *inputs):
     return torch.export.export(model, inputs)
 
 
+@pytest.mark.quick("rowwise-exported")
 @pytest.mark.parametrize("decomposed", [False, True], ids=["exported", "decomposed"])
 @pytest.mark.parametrize(
     "name",

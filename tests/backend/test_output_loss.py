@@ -334,6 +334,7 @@ USES = (
 )
 
 
+@pytest.mark.quick("None-none", "30-delayed")
 @pytest.mark.parametrize("recipe", ["none", "delayed"])
 @pytest.mark.parametrize("count", [None, 30])
 def test_logits_of_transformers_are_left_out(llama, recipe, count):

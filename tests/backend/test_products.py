@@ -277,6 +277,7 @@ def test_warning_error_and_policy():
     assert run(recipe="none") == []
 
 
+@pytest.mark.quick("batched_mm")
 @pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
 def test_mixtral(experts):
     """Its experts hold most of the FLOPs, which the count of GEMMs does not show."""

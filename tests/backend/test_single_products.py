@@ -50,6 +50,7 @@ def step_of(model, linear):
     return step
 
 
+@pytest.mark.quick("current", "mxfp8")
 @every_stateless_recipe
 def test_a_step_is_the_same_bit_for_bit(name):
     model, x = Attention(), torch.randn(2, 24, 128)

@@ -340,6 +340,7 @@ def generates(name: str, recipe: str, experts: str, compile_model: bool = True) 
         assert torch.equal(model.generate(prompt, **arguments), expected)
 
 
+@pytest.mark.quick("Qwen3Moe-grouped_mm-nvfp4_weight_only")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["nvfp4_weight_only", "rowwise"])
 @pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])

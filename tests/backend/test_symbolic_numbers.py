@@ -58,8 +58,8 @@ def step(recipe: str, dynamic: bool) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y.sum(), [x, w, v])]
 
 
+@pytest.mark.quick("current")
 @pytest.mark.usefixtures("no_caches", "one_seed")
-@pytest.mark.quick("delayed")
 @pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block", "mxfp8", "nvfp4"])
 def test_symbolic_numbers_are_no_tensors(recipe):
     compile_fx = functools.partial(uncompiled.compile_fx, see=see, decompositions=select_decomp_table())

@@ -48,6 +48,7 @@ def step_of(model, forward):
     return step, list(model.parameters()), names
 
 
+@pytest.mark.quick("rowwise", "block", "nvfp4")
 @every_stateless_recipe
 def test_a_step_is_the_same_bit_for_bit(name):
     model, x = Model(), torch.randn(2, 24, 128)

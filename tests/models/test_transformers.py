@@ -162,6 +162,7 @@ def test_the_layer_bounds_catch(how, what, monkeypatch, no_caches):
         check_layers(layers)
 
 
+@pytest.mark.thorough
 def test_the_model_bounds_catch(monkeypatch, no_caches):
     """A dropped wgrad is a distance of size / noise, and a model in high precision has no noise."""
     model, inputs = zoo.build("llama")

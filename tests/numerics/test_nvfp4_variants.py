@@ -141,7 +141,7 @@ def test_eager_rows(content, quantizer):
             check_rows(layout(CONTENTS[content](*size).to(dtype)), quantizer)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.quick("4 over 6-torch.float32-transposed")
 @pytest.mark.parametrize(("dtype", "layout"), [(torch.bfloat16, "contiguous"), (torch.float32, "transposed")], ids=str)
 @factors_of_rows
 def test_compiled_rows(quantizer, dtype, layout):

@@ -10,7 +10,7 @@ from tests.offline.harness import generate
 from tests.support.interpreted import interpret
 
 
-@pytest.mark.quick("attention_of_lengths")
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", ("attention_of_lengths", "attention_in_a_cache"))
 def test_lengths_that_are_symbolic(case):
     generated = generate(case, 90)

@@ -71,6 +71,7 @@ def test_a_matrix_of_heads(tmp_path):
         assert_same_values(data_t, values_t)
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("transposed", [False, True])
 def test_pairs_of_rows(transposed, tmp_path):
     """Note [Pairs of rows]: 16 bits are stored, which hardware transposes in shared memory."""
