@@ -24,21 +24,30 @@ def operands(
     return x, weight, torch.randn(words, dtype=dtype, device=device) if bias else None, labels
 
 
-def losses_of(recipe: str, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, loss: Loss) -> Tensor:
-    """The losses of tokens by the op of a recipe."""
+def results_of(recipe: str, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, loss: Loss) -> list[Tensor]:
+    """The losses of tokens, and the logarithms of their sums if the loss has those, by the op of a recipe."""
     if recipe == "none":
         return ops.output_loss(x, weight, bias, labels, loss, x.dtype)  # type: ignore[no-any-return]
     slots = slots_of_loss(recipes.resolve(recipe).slots())
     assert slots is not None
     spec = LayerSpec(slots, loss=loss)
-    return ops.layers(x, [weight], [] if bias is None else [bias], spec, x.dtype, labels=labels)[0]  # type: ignore[no-any-return]
+    return ops.layers(x, [weight], [] if bias is None else [bias], spec, x.dtype, labels=labels)  # type: ignore[no-any-return]
+
+
+def losses_of(recipe: str, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, loss: Loss) -> Tensor:
+    """The losses alone."""
+    return results_of(recipe, x, weight, bias, labels, loss)[0]
+
+
+def reference_logits(x: Tensor, weight: Tensor, bias: Tensor | None, loss: Loss) -> Tensor:
+    """What the softmax is of, in float64."""
+    logits = F.linear(x.double(), weight.double(), None if bias is None else bias.double()) * loss.inner
+    return logits if loss.outer is None else loss.outer * torch.tanh(logits)
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, loss: Loss) -> Tensor:
     """The same in float64, as torch has it."""
-    logits = F.linear(x.double(), weight.double(), None if bias is None else bias.double()) * loss.inner
-    if loss.outer is not None:
-        logits = loss.outer * torch.tanh(logits)
+    logits = reference_logits(x, weight, bias, loss)
     ignored = IGNORED if loss.ignored is None else loss.ignored
     return F.cross_entropy(logits, labels, ignore_index=ignored, reduction="none", label_smoothing=loss.smoothing)
 

@@ -138,6 +138,18 @@ MUTATIONS = [
         "return loss.outer * z, loss.inner * loss.outer",
         ("tests/numerics/test_output_loss.py",),
     ),
+    Mutation(
+        "what reads sums of other rows than the loss does counts as a z-loss",
+        "if not read_alike or not same_rows or",
+        "if not read_alike or",
+        ("tests/backend/test_output_loss.py", "-k", "z-loss"),
+    ),
+    Mutation(
+        "a label's row of the weight's gradient lacks its own part",
+        "return dw.index_add(0, words, totals.to(dw.dtype))",
+        "return dw",
+        ("tests/numerics/test_output_loss.py", "-k", "sums"),
+    ),
     # attention, and other forms of layers
     Mutation(
         "a strict condition of a mask holds on its border",

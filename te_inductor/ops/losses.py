@@ -18,10 +18,12 @@ def _token_losses_fake(
     loss: Loss,
     wants_dx: bool,
     wants_dy: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # losses (N,) fp32; dx (N, K), dy (N, V) of losses of gradient 1, or empty
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    # losses (N,) fp32; the softmax's sums (N,) fp32, logarithms; dx (N, K), dy (N, V) of losses of gradient 1, or empty
     n, k = x.shape
     rows = n if wants_dy else 0
     return (
+        x.new_empty((n,), dtype=torch.float32),
         x.new_empty((n,), dtype=torch.float32),
         x.new_empty((n if wants_dx else 0, k)),
         x.new_empty((rows, weight.shape[0])),
@@ -41,10 +43,11 @@ def _scaled_token_losses_fake(
     slots: Slots,
     dtype: torch.dtype,  # of the logits
     wants_dy: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # losses (N,) fp32; dx (N, K), dy columnwise (V, pad(N)), as above
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # losses and sums; dx (N, K), dy columnwise (V, pad(N)), as above
     n, k = x.shape[0], 0 if columns is None else columns.shape[0]
     dy = slots.grad_output.format.dtype
     return (
+        x.new_empty((n,), dtype=torch.float32),
         x.new_empty((n,), dtype=torch.float32),
         x.new_empty((n if columns is not None else 0, k), dtype=dtype),
         x.new_empty((weight.shape[0] if wants_dy else 0, padded(n)), dtype=dy),

@@ -21,6 +21,9 @@ class Loss(Constant):
     smoothing: float = 0.0  # the part of a label that is spread over the vocabulary
     inner: float = 1.0
     outer: float | None = None
+    # Whether the logarithms of the softmax's sums are results too, without smoothing: then what is kept of the gradient
+    # is that of a sum, but for the label's logit.
+    sums: bool = False
 
     @property
     def bound(self) -> float:

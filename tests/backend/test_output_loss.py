@@ -84,7 +84,33 @@ def gathered(logits, labels):
     return logits.gather(-1, labels[..., None]) - logits.logsumexp(-1, keepdim=True)
 
 
+def z_loss(logits, labels):
+    """As PaLM, OLMo and torchtitan's users have it: tokens without a label have none."""
+    rows, labels = logits.float().view(-1, WORDS), labels.view(-1)
+    kept = labels != -100
+    z_squared = rows.logsumexp(-1).pow(2)
+    return F.cross_entropy(rows, labels) + 1e-2 * (z_squared * kept).sum() / kept.sum()
+
+
+def z_loss_of_all(logits, labels):
+    """Of all tokens, computed in front of the loss, of capped logits."""
+    logits = torch.tanh(logits / 5.0) * 5.0
+    z_loss = torch.logsumexp(logits.float(), dim=-1, keepdim=True).square().mean()
+    return flat(logits, labels) + 1e-2 * z_loss
+
+
+def sums_beside(logits, labels):
+    """Shifted, in bf16, of two `logsumexp`, one of them for the loss."""
+    rows, chosen = logits[:, :-1], labels[:, 1:].clamp(min=0)
+    sums = rows.logsumexp(-1)
+    losses = sums - rows.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+    return losses.float().mean() + 1e-2 * (sums.float().mean() + rows.logsumexp(-1).float().pow(2).mean())
+
+
 FORMS = {
+    "z-loss": z_loss,
+    "z-loss of all tokens": z_loss_of_all,
+    "sums beside a loss": sums_beside,
     "TRL in fp32": lambda logits, labels: policy(logits.float() / 0.9, labels, selected),
     "TRL in bf16": lambda logits, labels: policy(logits, labels, selected),
     "gather less logsumexp": lambda logits, labels: policy(
@@ -261,9 +287,21 @@ KEPT = {
         lambda logits, labels: (logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
                                 - torch.stack([logits[1].logsumexp(-1), logits[0].logsumexp(-1)])).float().mean(), None
     ),
-    "z-loss": (
-        lambda logits, labels: flat(logits, labels) + 1e-2 * logits.float().logsumexp(-1).pow(2).mean(),
+    "z-loss of other logits": (
+        lambda logits, labels: flat(logits, labels) + 1e-2 * logits[:, 1:].float().logsumexp(-1).pow(2).mean(),
+        "not as the loss does",
+    ),
+    "z-loss without the cap": (
+        lambda logits, labels: capped(logits, labels) + 1e-2 * logits.float().logsumexp(-1).pow(2).mean(),
+        "not as the loss does",
+    ),
+    "z-loss over tokens": (
+        lambda logits, labels: flat(logits, labels) + 1e-2 * logits.logsumexp(1).float().pow(2).mean(),
         "reads its logits too",
+    ),
+    "z-loss beside smoothing": (
+        lambda logits, labels: flat(logits, labels, label_smoothing=0.1) + logits.logsumexp(-1).float().pow(2).mean(),
+        "labels are smoothed",
     ),
     "entropy beside logarithms": (
         lambda logits, labels: policy(logits.float(), labels, selected) + entropy(logits, labels), "reads its logits too"
@@ -405,6 +443,26 @@ def test_an_option_that_does_not_reach_says_so(llama):
     with pytest.warns(FallbackWarning, match="option 'logits' does not reach"):
         _, logits, _ = compiled(ids)
     assert not isinstance(logits, OmittedLogits)
+
+
+def test_sums_of_dynamic_lengths():
+    torch._dynamo.reset()
+    program = Head(z_loss_of_all)
+    compiled = torch.compile(program, backend="te", dynamic=True, options={"recipe": "current"})
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for length in (12, 20):
+            x, labels = torch.randn(2, length, WIDTH, dtype=torch.bfloat16), torch.randint(0, WORDS, (2, length))
+            wanted = step(copy.deepcopy(program), x.requires_grad_(), labels)
+            found = step(compiled, x, labels)
+            assert all(error(one, other) <= 0.09 for one, other in zip(found, wanted, strict=True))
+
+
+def test_a_weight_whose_sums_are_read_has_its_gradient_from_autograd():
+    program = Head(z_loss)
+    program.head.weight.main_grad = torch.zeros(WORDS, WIDTH)
+    x, labels = given()
+    report = te_inductor.explain(program, x, labels, options={"recipe": "current", "wgrad": "main_grad"})
+    assert how(report) == [("in chunks", None)] and "no GEMM computes" in report.unmet[0].reason
 
 
 def test_dynamic_lengths_are_one_graph(llama):

@@ -105,6 +105,26 @@ def sums_are_read(head, x, labels):
     return -(logits.gather(-1, chosen).squeeze(-1) - sums).mean() + 1e-2 * sums.pow(2).mean()
 
 
+def sums_are_read_without_gradients(head, x, labels):
+    logits = head(x).float()
+    with torch.no_grad():
+        sums = logits.logsumexp(-1)
+    return flat(logits, labels) + (sums * x.float().mean(-1)).mean()
+
+
+def sums_choose_labels(head, x, labels):
+    logits = head(x).float()
+    sure = logits.logsumexp(-1) > 4.9
+    return flat(logits, torch.where(sure, labels, -100))
+
+
+def labels_are_written_behind_sums(head, x, labels):
+    logits, labels = head(x).float(), labels.clone()
+    sums = logits.logsumexp(-1).mean()
+    labels[0, 7:] = -100
+    return flat(logits, labels) + 1e-2 * sums
+
+
 def permuted_twice(head, x, labels):
     """A permutation that puts tokens where words were."""
     return F.cross_entropy(head(x).float().permute(2, 0, 1).reshape(WORDS, -1).t(), labels.reshape(-1))
@@ -129,7 +149,16 @@ TRAPS = {
     "checkpointed": (checkpointed, None),
     "written elsewhere": (written_elsewhere, None),
     "of one label": (of_one_label, "several words"),
-    "sums are read": (sums_are_read, "reads its logits too"),
+    "sums are read": (sums_are_read, IN_CHUNKS),
+    "sums are read without gradients": (sums_are_read_without_gradients, "gradients are recorded of some"),
+    "sums are read in front of labels": (sums_choose_labels, "labels are made behind"),
+    "labels are written behind sums": (labels_are_written_behind_sums, "writes its labels"),
+    "sums have other gradients": (lambda head, x, labels: (
+        flat(logits := head(x).float(), labels)
+        + (logits.logsumexp(-1) * torch.linspace(-1, 1, TOKENS)).sum()), IN_CHUNKS),
+    "sums of detached logits": (lambda head, x, labels: (
+        flat(logits := head(x).float(), labels)
+        + (logits.detach().logsumexp(-1) * x.float().mean(-1)).sum()), "not as the loss does"),
     "permuted twice": (permuted_twice, None),
     "of the mean": (of_the_mean, None),
     "a temperature that is trained": (lambda head, x, labels: flat(head(x) / x.float().exp().mean(), labels), None),

@@ -1,5 +1,6 @@
 """Losses of output layers in chunks: numbers, against float64 and against torch."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 
 from te_inductor.recipes.losses import Loss
 from te_inductor.runtime.eager import losses as eager
-from tests.losses import IGNORED, error, gradients, losses_of, operands, reference
+from tests.losses import IGNORED, error, gradients, losses_of, operands, reference, reference_logits, results_of
 
 PLAIN = Loss(IGNORED)
 CAPPED = Loss(IGNORED, smoothing=0.1, inner=1 / 3, outer=3.0)
@@ -36,6 +37,34 @@ def test_losses_and_gradients_are_those_of_float64(recipe, tokens, width, words,
     wanted, wanted_gradients = gradients(partial(reference, loss=loss), given, factors)
     assert (found - wanted).abs().max() <= 2 * BOUNDS[recipe]  # of logits of size one; the largest of all tokens
     assert found[given[3] == IGNORED].eq(0).all()
+    for one, other in zip(found_gradients, wanted_gradients, strict=True):
+        assert error(one, other) <= BOUNDS[recipe]
+
+
+@pytest.mark.parametrize("recipe", ["none", "current", "rowwise", "block"])
+@pytest.mark.parametrize(("loss", "bias"), [(PLAIN, False), (replace(CAPPED, smoothing=0.0), True)])
+@pytest.mark.parametrize("parts", [(1.0, 0.02), (1.0, 1.0), (0.0, 1.0)])
+def test_sums_and_their_gradients_are_those_of_float64(recipe, loss, bias, parts):
+    """Gradients of sums that are small beside those of losses, as large, and alone; tokens without a label have one."""
+    given, factors = operands(300, 64, 256, torch.bfloat16, bias=bias), (torch.rand(300) + 0.5, torch.rand(300) - 0.3)
+
+    def weighed(results, like):
+        return sum(
+            (part * one.to(like) * factor.to(like)).sum()
+            for part, one, factor in zip(parts, results, factors, strict=True)
+        )
+
+    def found(*given):
+        return weighed(results_of(recipe, *given, replace(loss, sums=True)), torch.float32)
+
+    def wanted(*given):
+        sums = reference_logits(*given[:3], loss).logsumexp(1)
+        return weighed((reference(*given, loss), sums), torch.float64)
+
+    (value, found_gradients), (exact, wanted_gradients) = (
+        gradients(run, given, torch.ones(())) for run in (found, wanted)
+    )
+    assert abs(value - exact) <= BOUNDS[recipe] * 300**0.5  # as errors of tokens, of logits of size one, add up
     for one, other in zip(found_gradients, wanted_gradients, strict=True):
         assert error(one, other) <= BOUNDS[recipe]
 

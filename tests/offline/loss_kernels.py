@@ -16,7 +16,14 @@ from tests.offline.interpret import mend_interpreter
 
 # Whole tiles and fewer, words of four tokens and odd numbers.
 SIZES = ((128, 128), (6, 37), (132, 144))
-LOSSES = (Loss(IGNORED), Loss(None, smoothing=0.1), Loss(3, smoothing=0.1, inner=1 / 3, outer=3.0), Loss(3, inner=0.25))
+LOSSES = (
+    Loss(IGNORED),
+    Loss(None, smoothing=0.1),
+    Loss(3, smoothing=0.1, inner=1 / 3, outer=3.0),
+    Loss(3, inner=0.25),
+    Loss(3, inner=1 / 3, outer=3.0, sums=True),
+    Loss(IGNORED, sums=True),
+)
 
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
@@ -34,7 +41,9 @@ def check(tokens: int, words: int, loss: Loss) -> None:
         logits[row, 0] = value
     outs, columns = torch.full((2, tokens), 7.0), torch.full((2, words, tokens + 16), 7, dtype=torch.uint8)
     kinds = Softmax(), SoftmaxKernels()
-    sums, found = (kind.losses(logits, labels, loss, out) for kind, out in zip(kinds, outs, strict=True))
+    sums, found = torch.full((2, tokens), 7.0)
+    for kind, out, one in zip(kinds, outs, (sums, found), strict=True):
+        kind.losses(logits, labels, loss, out, one)
     torch.testing.assert_close(found, sums, rtol=1e-5, atol=1e-5, equal_nan=True)
     torch.testing.assert_close(outs[1], outs[0], rtol=1e-4, atol=1e-4, equal_nan=True)
     views = [one.view(E5M2.dtype)[:, 16:] for one in columns]

@@ -48,7 +48,15 @@ def test_interpreted() -> None:
 def test_the_common_loss_pays_for_no_other(tmp_path: Path) -> None:
     """Whole tiles, no smoothing, factor or cap: 16 instructions an element, the largest accesses there are, and words of
     four tokens where a tile is transposed."""
-    words = {"IGNORES": True, "SMOOTHS": False, "SCALES": False, "CAPS": False, "WHOLE": True, "FOURS": True}
+    words = {
+        "IGNORES": True,
+        "SMOOTHS": False,
+        "SCALES": False,
+        "CAPS": False,
+        "SUMS": False,
+        "WHOLE": True,
+        "FOURS": True,
+    }
     constants = {"LARGEST": 57344.0, "TOKENS": token_losses.TILE[0], "WORDS": token_losses.TILE[1], **words}
     numbers = dict.fromkeys(("scale", "smoothing", "inner", "outer"), "fp32")
     types = {"logits": "*bf16", "labels": "*i64", "sums": "*fp32", "row": "*fp8e5", "column": "*fp8e5", **numbers}

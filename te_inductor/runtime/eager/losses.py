@@ -15,6 +15,12 @@ dy₁ is at most 1, or what a cap and a factor of the logits make of that, so th
 before it is computed: no pass for its amax. What is kept for the backward is its columnwise copy, one byte for each token
 and word of the vocabulary, where a graph in bf16 has two: the logits, which their gradient is written over.
 
+The logarithms of the softmax's sums may be results beside the losses, as a z-loss reads them. With h, the gradient of
+one, that of a token's logits is (g + h) p, of probabilities p, and at the label f = g (p - 1) + h p. Neither g nor h is
+known before the backward. So dy₁ is p with a zero at the label: dx = (g + h) dx₁ + f w[label], and f x is added to the
+label's row of dw. With p - 1 at the label instead, and h added there, a gradient of the sums alone would be what is left
+of two large numbers, one of them in low precision.
+
 The label of a token may be none: its loss and its gradient are zero. A label outside of the vocabulary has an error on
 the CPU; on a GPU its loss and its gradients are NaN, as an error there would have to be waited for."""
 
@@ -47,17 +53,16 @@ def chunks(tokens: int, row_bytes: int) -> Iterator[slice]:
 class Softmax:
     """What is computed of a chunk's logits (n, V). In plain torch."""
 
-    def losses(self, logits: Tensor, labels: Tensor, loss: Loss, out: Tensor) -> Tensor:
-        """Writes each token's loss into `out` (n,), and returns the logarithms of the softmax's sums, (n,) fp32."""
+    def losses(self, logits: Tensor, labels: Tensor, loss: Loss, out: Tensor, sums: Tensor) -> None:
+        """Writes each token's loss into `out` (n,), and the logarithms of the softmax's sums into `sums` (n,)."""
         z, _ = _capped(logits, loss)
         kept, labels = _labels(labels, loss, logits.shape[1])
-        sums = z.logsumexp(1)
-        sums = torch.where(sums == torch.inf, torch.nan, sums)  # as of what is divided by an infinity
+        found = z.logsumexp(1)
+        sums.copy_(torch.where(found == torch.inf, torch.nan, found))  # as of what is divided by an infinity
         found = sums - (1 - loss.smoothing) * z.gather(1, labels[:, None]).squeeze(1)
         if loss.smoothing:
             found = found - loss.smoothing * z.mean(1)
         out.copy_(found if kept is None else torch.where(kept, found, 0.0))
-        return sums
 
     def gradients(self, logits: Tensor, labels: Tensor, loss: Loss, sums: Tensor) -> None:
         """Puts the gradient of the losses in the place of the logits."""
@@ -86,6 +91,9 @@ class Softmax:
         z, slope = _capped(logits, loss)
         kept, labels = _labels(labels, loss, logits.shape[1])
         dz = torch.exp(z - sums[:, None]) - loss.smoothing / logits.shape[1]
+        if loss.sums:
+            at_label = 0.0 if kept is None else torch.where(kept[:, None], 0.0, dz.gather(1, labels[:, None]))
+            return dz.scatter(1, labels[:, None], at_label) * slope
         dz.scatter_add_(1, labels[:, None], torch.full_like(sums, loss.smoothing - 1)[:, None])
         return dz * slope if kept is None else torch.where(kept[:, None], dz * slope, 0.0)
 
@@ -126,10 +134,10 @@ def token_losses(
     loss: Loss,
     wants_dx: bool,
     wants_dy: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Losses in high precision. The gradient takes the place of the logits that it is computed from."""
     n, words = x.shape[0], weight.shape[0]
-    losses = x.new_empty((n,), dtype=torch.float32)
+    losses, sums = (x.new_empty((n,), dtype=torch.float32) for _ in range(2))
     dx = x.new_empty((n if wants_dx else 0, x.shape[1]))
     dy = x.new_empty((n if wants_dy else 0, words))
     softmax = SOFTMAX.get(x.device.type, PLAIN)
@@ -139,13 +147,13 @@ def token_losses(
             torch.mm(x[part], weight.t(), out=logits)
             if bias is not None:
                 logits += bias
-            sums = softmax.losses(logits, labels[part], loss, losses[part])
+            softmax.losses(logits, labels[part], loss, losses[part], sums[part])
             if wants_dx or wants_dy:
-                softmax.gradients(logits, labels[part], loss, sums)
+                softmax.gradients(logits, labels[part], loss, sums[part])
             if wants_dx:
                 torch.mm(logits, weight, out=dx[part])
             del logits  # before the next chunk has its own
-    return losses, dx, dy
+    return losses, sums, dx, dy
 
 
 def scaled_token_losses(
@@ -161,10 +169,10 @@ def scaled_token_losses(
     slots: Slots,
     dtype: torch.dtype,
     wants_dy: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Losses of operands in low precision."""
     n, words, element = x.shape[0], weight.shape[0], slots.grad_output.format
-    losses = x.new_empty((n,), dtype=torch.float32)
+    losses, sums = (x.new_empty((n,), dtype=torch.float32) for _ in range(2))
     dx = x.new_empty((0, 0) if columns is None else (n, columns.shape[0]), dtype=dtype)
     dy = x.new_empty((words if wants_dy else 0, padded(n)), dtype=element.dtype)
     dy.view(torch.uint8)[:, n:] = 0
@@ -172,13 +180,13 @@ def scaled_token_losses(
     softmax = SOFTMAX.get(x.device.type, PLAIN)
     for part in chunks(n, words * dtype.itemsize):
         logits = dense.scaled_mm(x[part], _rows_of(x_scale, n, part), weight, weight_scale, bias, slots.fprop, dtype)
-        sums = softmax.losses(logits, labels[part], loss, losses[part])
+        softmax.losses(logits, labels[part], loss, losses[part], sums[part])
         row = None
         if columns is not None or wants_dy:
             column = dy[:, part] if wants_dy else None
-            row = softmax.copies(logits, labels[part], loss, sums, element, columns is not None, column)
+            row = softmax.copies(logits, labels[part], loss, sums[part], element, columns is not None, column)
         del logits  # before the next chunk has its own
         if row is not None and columns is not None and columns_scale is not None:
             dx[part] = dense.scaled_mm(row, inverse, columns, columns_scale, None, slots.dgrad, dtype)
         del row
-    return losses, dx, dy
+    return losses, sums, dx, dy

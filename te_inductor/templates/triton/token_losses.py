@@ -4,7 +4,6 @@ logits at a time, so that both are written whole lines at a time."""
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,12 +21,10 @@ TILE = (128, 128)  # tokens and words of a program that casts
 class SoftmaxKernels(losses.Softmax):
     """The two kernels, which a chunk's logits (n, V) are given to."""
 
-    def losses(self, logits: Tensor, labels: Tensor, loss: Loss, out: Tensor) -> Tensor:
-        sums = torch.empty_like(out)
+    def losses(self, logits: Tensor, labels: Tensor, loss: Loss, out: Tensor, sums: Tensor) -> None:
         block = min(ROW_BLOCK, triton.next_power_of_2(logits.shape[1]))
         run = launcher(losses_of_rows, BLOCK=block, **_constants(loss), num_warps=8)
         run(len(out), logits, labels, out, sums, logits.shape[1], logits.stride(0), *_numbers(loss))
-        return sums
 
     def gradients(self, logits: Tensor, labels: Tensor, loss: Loss, sums: Tensor) -> None:
         self._cast(logits, labels, loss, sums, 1.0, None, logits, None)
@@ -65,7 +62,7 @@ class SoftmaxKernels(losses.Softmax):
         fours = column is not None and n % 4 == 0 and column.stride(0) % 4 == 0 and column.data_ptr() % 4 == 0
         run = launcher(
             casts_of_tiles, LARGEST=largest, TOKENS=TILE[0], WORDS=TILE[1], WHOLE=whole, FOURS=fours,
-            **_constants(loss), num_warps=8,
+            **_constants(loss), SUMS=loss.sums, num_warps=8,
         )  # fmt: skip
         run(
             tiles[0] * tiles[1], logits, labels, sums, row, column, n, words, width, logits.stride(0),
@@ -179,6 +176,7 @@ def casts_of_tiles(
     SMOOTHS: tl.constexpr,
     SCALES: tl.constexpr,
     CAPS: tl.constexpr,
+    SUMS: tl.constexpr,  # the gradient is that of the logarithm of a sum, but for the label's
 ):
     """One tile a program; those that follow each other share words of the vocabulary, so that lines of the columnwise copy
     are whole. Four tensors have every fourth token each, so that a thread has neighbours of a column, and what is
@@ -203,14 +201,22 @@ def casts_of_tiles(
             dz -= smoothing / words
         known = (label >= 0) & (label < words)
         place = tl.where(known, label, -1).to(tl.int32)
-        dz -= tl.where(place[:, None] == word[None, :], 1.0 - smoothing, 0.0)
+        if IGNORES and SUMS:
+            place = tl.where(label == ignored, -1, place)
+        at_label = place[:, None] == word[None, :]
+        if SUMS:
+            dz = tl.where(at_label, 0.0, dz)
+        else:
+            dz -= tl.where(at_label, 1.0 - smoothing, 0.0)
         if CAPS:
             of_cap = z / outer
             dz *= outer * inner * (1.0 - of_cap * of_cap)
         elif SCALES:
             dz *= inner
         instead = tl.full(label.shape, float("nan"), tl.float32)
-        if IGNORES:
+        if IGNORES and SUMS:
+            known |= label == ignored
+        elif IGNORES:
             known &= label != ignored
             instead = tl.where(label == ignored, 0.0, instead)
         dz = tl.where(known[:, None], dz, instead[:, None])

@@ -126,7 +126,7 @@ def _difference(call: fx.Node) -> Form | None:
     if len(operands) != 2 or call.kwargs or not all(is_tensor(one) for one in operands):
         return None
     for picks, sums, reduction in ((*operands, "picked"), (*reversed(operands), "none")):
-        gathered, summed = _gathered(_squeezed(picks)), _log_sums(sums)
+        gathered, summed = _gathered(_squeezed(picks)), log_sums(sums)
         if gathered is None or summed is None or gathered[0] is not summed[0]:
             continue
         if value(picks).shape != value(sums).shape or not _is_whole(*gathered):
@@ -136,12 +136,12 @@ def _difference(call: fx.Node) -> Form | None:
     return None
 
 
-def _log_sums(node: Any) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
+def log_sums(node: Any) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
     """What `logsumexp` over the last dimension is of, and the nodes that compute it: one, or one a row and a stack of
     those."""
     pieces = _stacked(node)
     if pieces is not None:
-        found = [_log_sums(one) for one in pieces]
+        found = [log_sums(one) for one in pieces]
         rows = [None if one is None else one[0] for one in found]
         whole = _of_rows(rows)
         return None if whole is None else (whole, (*rows, *pieces, node))  # type: ignore[arg-type]

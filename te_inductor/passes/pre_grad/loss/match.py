@@ -8,7 +8,7 @@ from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.values import is_gathered, value
 from te_inductor.passes.pre_grad.loss import reading
 from te_inductor.passes.pre_grad.loss.reading import Reading
-from te_inductor.passes.pre_grad.loss.site import LossOfLinear, LossPart, rewrite_in_high_precision
+from te_inductor.passes.pre_grad.loss.site import LossOfLinear, LossPart, has_known_sizes, rewrite_in_high_precision
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.presentation.report import LossSite, Unmet
@@ -84,13 +84,25 @@ def _refusal(plan: Plan, site: Candidate, found: Reading, in_grad_mode: set[fx.N
         return Refusal("the weight of the output layer is gathered in low precision")
     if site.stored:
         return Refusal("the weight of the output layer is stored in low precision")
-    if (found.product in in_grad_mode) != (found.call in in_grad_mode):
-        return Refusal("gradients are recorded of one of the output layer and its loss")
+    place = found.place
+    readers = (found.call, place, *(one.node for one in found.sums))
+    if any((found.product in in_grad_mode) != (node in in_grad_mode) for node in readers):
+        return Refusal(
+            "gradients are recorded of some of the output layer, its loss and what reads its sums, not of all"
+        )
+    late = found.late_labels()
+    if late is None:
+        return Refusal("its labels are made behind what reads the logarithms of its sums")
     if plan.writes.between([*operands, found.product, *found.steps], found.product, found.call):
         return Refusal("the graph writes what the loss is made of")
+    written = any(plan.writes.between([one.node], found.product, None) for one in found.sums)
+    if written or plan.writes.between([found.labels, *late], place, found.call):
+        return Refusal("the graph writes its labels, or the logarithms of its sums")
+    if not all(has_known_sizes(match, one) for one in found.sums):
+        return Refusal("the logarithms of its sums have sizes that only the call knows")
     if site.low and site.slots is not None and slots_of_loss(site.slots) is None:
         return Refusal("the products of recipe %r have no backward of a loss", site.recipe.name if site.recipe else "")
-    if found.outputs or found.aside:
+    if found.outputs:
         refusal = _kept(plan, found)
         if refusal is not None:
             return refusal

@@ -20,6 +20,15 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
+class Sums:
+    """A `logsumexp` of the logits that the softmax of a loss is of, whose result something else reads."""
+
+    node: fx.Node
+    keeps_dim: bool  # its last dimension is of one
+    is_reshaped: bool  # its other dimensions may be no longer those of the product
+
+
+@dataclass(frozen=True)
 class Reading:
     """A loss, and how its logits come about: ``reduction(loss(rows of the product's result, labels))``."""
 
@@ -33,6 +42,7 @@ class Reading:
     parts: tuple[Any, ...] = ()  # indices that take some of the product's rows, one after the other
     outputs: tuple[fx.Node, ...] = ()  # what the program gets of the logits
     aside: tuple[fx.Node, ...] = ()  # what stands between the product and those, in the graph's order
+    sums: tuple[Sums, ...] = ()  # in the graph's order
     refusal: Refusal | None = None  # why it needs its logits
 
     @property
@@ -40,9 +50,26 @@ class Reading:
         """All nodes between the product and the loss, the first first."""
         return (*self.between, *self.own)
 
+    @property
+    def place(self) -> fx.Node:
+        """The first of the loss and what reads its sums, which all results have to be in front of."""
+        inside = {*self.steps, self.call}
+        return min([self.call, *(user for one in self.sums for user in one.node.users if user not in inside)])
+
     def refused(self, *why: object) -> "Reading":
         """The loss with a reason."""
         return replace(self, refusal=Refusal(*why))  # type: ignore[arg-type]
+
+    def late_labels(self) -> tuple[fx.Node, ...] | None:
+        """The views and copies that make the labels behind that place, in order; None where something else does."""
+        place, node, found = self.place, self.labels, []
+        while not node < place:
+            _, kind, in_place = operators.read(node)
+            if kind not in Kind.RESHAPE | Kind.PART | Kind.COPY or in_place or len(node.all_input_nodes) != 1:
+                return None
+            found.append(node)
+            [node] = node.all_input_nodes
+        return tuple(reversed(found))
 
     @property
     def logits_bytes(self) -> int | None:
@@ -150,18 +177,51 @@ def _with_outputs(read: Reading) -> Reading:
     inside = {*read.steps, read.call}
     outputs: dict[fx.Node, None] = {}
     aside: dict[fx.Node, None] = {}
+    sums: dict[fx.Node, Sums] = {}
     pending = [(node, user) for node in way for user in node.users if user not in inside]
     while pending:
         source, user = pending.pop()
+        # One that the loss has of its own, and something else reads, or another one.
+        summed = next((node for node in (source, user) if operators.read(node).name == "logsumexp"), None)
+        if summed is not None:
+            found = _sums(read, summed)
+            if isinstance(found, Refusal):
+                return replace(read, refusal=found)
+            sums[summed] = found
+            continue
         if user.op == "output":
             outputs[source] = None
             continue
-        kind = operators.read(user).kind
-        if kind not in _KEEPS_ROWS | Kind.PART | Kind.SAME or not is_tensor(user):
+        _, kind, in_place = operators.read(user)
+        if kind not in _KEEPS_ROWS | Kind.PART | Kind.SAME or in_place or not is_tensor(user):
             return read.refused("%s reads its logits too", user.name)
         aside[user] = None
         pending += [(user, behind) for behind in user.users]
     words = value(read.product).shape[-1]
     if any(value(node).shape[-1:] != (words,) for node in outputs):
         return read.refused("the program gets a part of its logits")
-    return replace(read, outputs=tuple(outputs), aside=tuple(sorted(aside)))
+    loss = replace(read.loss, sums=bool(sums))
+    return replace(
+        read,
+        loss=loss,
+        outputs=tuple(outputs),
+        aside=tuple(sorted(aside)),
+        sums=tuple(sums[one] for one in sorted(sums)),
+    )
+
+
+def _sums(read: Reading, node: fx.Node) -> Sums | Refusal:
+    """A `logsumexp` of some of the logits, or why it is not of those that the loss reads."""
+    found = forms.log_sums(node)
+    way = None if found is None else _way(found[0])
+    if found is None or way is None or way[0] is not read.product or value(node).device != value(read.product).device:
+        return Refusal("%s reads its logits too", node.name)
+    product, between = way
+    read_alike = value(found[0]).shape[-1] == value(product).shape[-1] and value(node).dtype in _DTYPES
+    same_rows = _rows(product, between, value(product).shape[-1]) == read.parts
+    if not read_alike or not same_rows or _factors(between) != (read.loss.inner, read.loss.outer) or is_wrapped(node):
+        return Refusal("%s reads its logits too, but not as the loss does", node.name)
+    if read.loss.smoothing:
+        return Refusal("%s reads its logits too, beside a loss whose labels are smoothed", node.name)
+    keeps_dim = value(node).dim() == value(found[0]).dim()
+    return Sums(node, keeps_dim, any(operators.read(one).kind is Kind.RESHAPE for one in between))

@@ -9,9 +9,10 @@ import torch
 from torch import fx
 
 from te_inductor import ops
+from te_inductor.diagnostics import Refusal
 from te_inductor.ops import LayerSpec
 from te_inductor.passes.graph.values import value
-from te_inductor.passes.pre_grad.loss.reading import Reading
+from te_inductor.passes.pre_grad.loss.reading import Reading, Sums
 from te_inductor.passes.pre_grad.sites.part import SitePart
 from te_inductor.passes.pre_grad.sites.rule import Emit, Match, Rule, replace_layer
 from te_inductor.recipes import Slots
@@ -28,10 +29,15 @@ class LossPart(SitePart):
 
     knows_gradient: ClassVar[bool] = True
 
-    def operand(self, match: Match, x: fx.Node) -> fx.Node:
-        """The rows of x whose logits the loss reads, (N, K)."""
+    def rows(self, x: fx.Node) -> fx.Node:
+        """The rows of x whose logits the loss reads, (…, K)."""
         for index in self.reading.parts:
             x = x.graph.call_function(operator.getitem, (x, index))
+        return x
+
+    def operand(self, match: Match, x: fx.Node) -> fx.Node:
+        """The same as (N, K)."""
+        x = self.rows(x)
         return x.graph.call_function(_ATEN.reshape.default, (x, [-1, value(match.x).shape[-1]]))
 
     def emit(self, spec: LayerSpec, graph: fx.Graph) -> tuple[LayerSpec, dict[str, Any]]:
@@ -46,6 +52,11 @@ class LossPart(SitePart):
             return found
         return graph.call_function(_ATEN.reshape.default, (found, [-1]))
 
+    def refuse_taken(self, match: Match, deferred: bool) -> Refusal | None:
+        if not self.reading.sums:
+            return None
+        return Refusal("gradients of the logarithms of a loss's sums have a part that no GEMM computes")
+
     def may_merge(self, match: Match, slots: Slots) -> bool:
         return False
 
@@ -56,20 +67,31 @@ class LossOfLinear(Rule):
     pattern: ClassVar[str] = "linear, cross_entropy"
 
     def rewrite(self, match: Match, emit: Emit) -> None:
-        """Puts the loss in the place of its call, as its labels may be made behind the layer."""
-        with match.end.graph.inserting_before(match.end):
+        """Puts the loss where its results are read first, as its labels may be made behind the layer."""
+        with match.end.graph.inserting_before(_place(match)):
             [losses] = emit([match], match.operand(), [match.matrices()])
             _replace(match, losses)
+
+
+def _place(match: Match) -> fx.Node:
+    """The node that the loss is put in front of, as its labels are."""
+    part = match.part(LossPart)
+    assert part is not None  # what the match is of
+    place = part.reading.place
+    for node in part.reading.late_labels() or ():
+        place.prepend(node)
+    return place
 
 
 def rewrite_in_high_precision(match: Match) -> None:
     """The same in the precision of the program."""
     part = match.part(LossPart)
     assert part is not None  # what the match is of
-    with match.end.graph.inserting_before(match.end):
+    with match.end.graph.inserting_before(_place(match)):
         given = (match.operand(), match.matrices(), match.bias, part.labels(match.node.graph), part.reading.loss)
         made: Any = (*given, value(match.node).dtype)
-        _replace(match, match.node.graph.call_function(ops.output_loss, made))
+        results = match.node.graph.call_function(ops.output_loss, made)
+        _replace(match, match.node.graph.call_function(operator.getitem, (results, 0)))
 
 
 def _replace(match: Match, losses: fx.Node) -> None:
@@ -79,6 +101,11 @@ def _replace(match: Match, losses: fx.Node) -> None:
     reading, graph = part.reading, match.node.graph
     for node in reading.outputs:
         node.replace_all_uses_with(_empty(match, node), lambda user: user.op == "output")
+    for one in reading.sums:
+        sums = _shaped(part, match, graph.call_function(operator.getitem, (losses.args[0], 1)), one)
+        one.node.replace_all_uses_with(sums, lambda user: user not in match.behind)
+        if one.node not in match.behind:
+            graph.erase_node(one.node)
     for node in reversed(reading.aside):
         graph.erase_node(node)
     found = losses
@@ -97,6 +124,33 @@ def _replace(match: Match, losses: fx.Node) -> None:
     if dtype != torch.float32:
         found = graph.call_function(_ATEN.to.dtype, (found, dtype))
     replace_layer(match, found)
+
+
+def has_known_sizes(match: Match, sums: Sums) -> bool:
+    """Whether the sizes of a `logsumexp` are known, or those of the rows of x."""
+    sizes = _sizes(sums)
+    if len(sizes) == 1 or all(isinstance(size, int) for size in sizes):
+        return True
+    return not sums.is_reshaped and value(match.x).shape[:-1] == value(match.node).shape[:-1]
+
+
+def _sizes(sums: Sums) -> tuple[Any, ...]:
+    """Those of the tokens."""
+    sizes = tuple(value(sums.node).shape)
+    return sizes[:-1] if sums.keeps_dim else sizes
+
+
+def _shaped(part: LossPart, match: Match, found: fx.Node, sums: Sums) -> fx.Node:
+    """The logarithms of sums (N,) as the program has them."""
+    graph, sizes = match.node.graph, _sizes(sums)
+    if all(isinstance(size, int) for size in sizes):
+        found = graph.call_function(_ATEN.view.default, (found, list(sizes)))
+    elif len(sizes) > 1:
+        like = graph.call_function(_ATEN.select.int, (part.rows(match.x), -1, 0))
+        found = graph.call_function(_ATEN.view_as.default, (found, like))
+    if sums.keeps_dim:
+        found = graph.call_function(_ATEN.unsqueeze.default, (found, -1))
+    return graph.call_function(_ATEN.to.dtype, (found, value(sums.node).dtype))
 
 
 def _empty(match: Match, logits: fx.Node) -> fx.Node:
