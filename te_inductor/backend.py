@@ -21,7 +21,7 @@ from torch import fx
 import te_inductor.ops  # noqa: F401 (first: Note [First uses in threads])
 from te_inductor import compat, config, recipes
 from te_inductor.config import Options
-from te_inductor.diagnostics import CUT_BY_DDP, announce, log, say, uncompiled
+from te_inductor.diagnostics import CUT_BY_DDP, announce, announce_saved, log, say, uncompiled
 from te_inductor.distributed import amax_groups
 from te_inductor.errors import TEInductorError
 from te_inductor.kernels import cutlass_tables
@@ -34,7 +34,7 @@ from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.passes.pre_grad.rewrite import first_step
 from te_inductor.passes.pre_grad.rewrite.decisions import compare_compiles
 from te_inductor.presentation.progress import patience
-from te_inductor.presentation.report import Report, Unmet
+from te_inductor.presentation.report import Report, SavedSite, Unmet
 from te_inductor.recipes import regions
 from te_inductor.recipes.backward_precision import resolve_backward
 from te_inductor.runtime import compiled_graphs
@@ -189,7 +189,10 @@ def _inductor(plan: Plan, name: str | None) -> Inductor:
     from te_inductor.passes.graph.custom_pass import GraphPass
 
     patches = dict(torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None).config)
-    if not plan.is_ours:
+    theirs = patches.get("custom_partitioner_fn", inductor.custom_partitioner_fn)
+    if options.saves_low:
+        patches["custom_partitioner_fn"] = _saving_low(plan, theirs)
+    elif not plan.is_ours:
         return lambda gm, inputs, runs_seldom=False: compat.compile_fx(gm, inputs, patches, name)
     patches.update(inductor_options(options))
     wrap_inner = lowerings.install(options.fallback, options.batch_invariant)
@@ -216,6 +219,7 @@ def _inductor(plan: Plan, name: str | None) -> Inductor:
                 return compat.compile_fx(gm, inputs, patches, name, wrap)  # type: ignore[no-any-return]
         except Exception as error:
             if not _is_of_files(error):
+                patches["custom_partitioner_fn"] = theirs  # the user's graph, which is next, runs as written
                 raise
             failure = traceback.format_exc()
         # No graph would compile, so none is tried again: this one runs as it is, by the eager runtime.
@@ -223,6 +227,20 @@ def _inductor(plan: Plan, name: str | None) -> Inductor:
         return gm.forward
 
     return compile
+
+
+def _saving_low(plan: Plan, theirs: Any) -> Any:
+    """A partitioner whose forwards save in low precision what option `saved` says. The report tells of it once: a graph
+    of a first step saves the same."""
+    from te_inductor.passes.joint.low_precision_saves import SavingPartitioner
+
+    saved = plan.options.saved
+
+    def tell(rows: Sequence[SavedSite]) -> None:
+        told = plan.outcome.report.saved
+        told += [] if told else rows
+
+    return SavingPartitioner(theirs, (("*", saved),) if isinstance(saved, str) else saved, tell)
 
 
 def _is_of_files(error: BaseException | None) -> bool:
@@ -244,7 +262,9 @@ def _compile_or_restore(
         with compat.unwinding_transforms():
             inputs = [*plan.inputs, *(example for kind in plan.outcome.extra_inputs for example in kind.examples)]
             first = _first_step(plan, inductor, inputs)
-            return leave_out(bind(inductor(plan.gm, inputs), plan.outcome.extra_inputs, first), plan.outcome.omitted)
+            compiled = bind(inductor(plan.gm, inputs), plan.outcome.extra_inputs, first)
+            announce_saved(plan.outcome.report.saved, plan.options.fallback)
+            return leave_out(compiled, plan.outcome.omitted)
     except (RestartAnalysis, SkipFrame, Unsupported, TEInductorError):
         raise  # Dynamo's own control flow, and what the user asked to be told
     except Exception:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from te_inductor.errors import OptionError, unknown, wrong_type
 
@@ -27,11 +27,12 @@ Wgrad = Literal["grad", "main_grad", "deferred"]
 Attention = Literal["auto", "as_written"]
 Logits = Literal["keep", "omit"]
 Guard = Literal["warn", "heal", "off"]
+Saved = Literal["high_precision", "low_precision"]
 
 
 def _parse_policy(policy: object, source: str | None) -> tuple[tuple[str | Callable[..., bool], object], ...]:
     if source is not None:
-        return _parse_json_policy(str(policy), source)
+        return _parse_json(str(policy), source, "recipe", '{"lm_head": "none"}')
     if not isinstance(policy, Mapping):
         raise OptionError(wrong_type("option 'policy'", policy, "a dict of {module-path glob or function: recipe}"))
     for key in policy:
@@ -41,8 +42,21 @@ def _parse_policy(policy: object, source: str | None) -> tuple[tuple[str | Calla
     return tuple(policy.items())
 
 
-def _parse_json_policy(text: str, source: str) -> tuple[tuple[str, object], ...]:
-    expected = """expected a JSON object of module-path globs and recipes, such as {"lm_head": "none"}"""
+def _parse_saved(saved: Any, source: str | None) -> Saved | tuple[tuple[str, Saved], ...]:
+    name, known = source or "option 'saved'", get_args(Saved)
+    if source is not None and saved.lstrip().startswith("{"):
+        saved = dict(_parse_json(saved, source, "precision", '{"*.mlp": "low_precision"}'))
+    entries: Any = tuple(saved.items()) if isinstance(saved, Mapping) else (("*", saved),)
+    for glob, value in entries:
+        if not isinstance(glob, str):
+            raise OptionError(wrong_type(f"a key of {name}", glob, "a module-path glob (a string)"))
+        if value not in known:
+            raise OptionError(unknown(f"value of {name}", value, known))
+    return entries if isinstance(saved, Mapping) else saved  # type: ignore[no-any-return]
+
+
+def _parse_json(text: str, source: str, what: str, example: str) -> tuple[tuple[str, Any], ...]:
+    expected = f"expected a JSON object of module-path globs and {what}s, such as {example}"
     try:
         pairs = json.loads(text, object_pairs_hook=tuple)
     except ValueError as error:
@@ -50,9 +64,9 @@ def _parse_json_policy(text: str, source: str) -> tuple[tuple[str, object], ...]
     if not isinstance(pairs, tuple):
         raise OptionError(f"{source} is {text!r:.80}; {expected}")
     globs = [glob for glob, _ in pairs]
-    for glob, recipe in pairs:
-        if not isinstance(recipe, str):
-            raise OptionError(f"{source} gives {glob!r} the recipe {json.dumps(recipe):.80}; expected a recipe's name")
+    for glob, value in pairs:
+        if not isinstance(value, str):
+            raise OptionError(f"{source} gives {glob!r} the {what} {json.dumps(value):.80}; expected a {what}'s name")
         if globs.count(glob) > 1:
             raise OptionError(f"{source} has {glob!r} twice; expected each glob once, as the first that matches wins")
     return pairs
@@ -150,6 +164,15 @@ OPTIONS = {
             reader=_parse_switch,
         ),
         Option(
+            "saved",
+            '"high_precision", "low_precision", or {glob: one of these}',
+            "high_precision",
+            '"low_precision": gradients of norms, of activations and of the layers that read them have one more rounding to'
+            " E4M3",
+            not_of_programs="a program saves nothing for a backward",
+            reader=_parse_saved,
+        ),
+        Option(
             "amax_group",
             'a DeviceMesh, a ProcessGroup, the name of one, or "none"',
             None,
@@ -190,6 +213,7 @@ class Options:
     attention: Attention = "auto"
     logits: Logits = "keep"
     guard: Guard = "warn"
+    saved: Saved | tuple[tuple[str, Saved], ...] = "high_precision"
     backward: object = None
     batch_invariant: bool = False
     amax_group: Any = None
@@ -206,6 +230,11 @@ class Options:
     def recipe_called(self, name: str) -> str:
         """What errors call a recipe that an option has."""
         return f"recipe of the {self.sources[name]}:" if name in self.sources else "recipe"
+
+    @property
+    def saves_low(self) -> bool:
+        """Whether anything that a forward saves may be in low precision."""
+        return self.saved != "high_precision"
 
     def in_cuda_graphs(self) -> bool:
         """Whether Inductor records CUDA graphs."""

@@ -15,7 +15,7 @@ import torch
 
 from te_inductor.errors import FallbackError, FallbackWarning
 from te_inductor.presentation.paths import HIDDEN, grouped, nearest, shown
-from te_inductor.presentation.report import Report, percent
+from te_inductor.presentation.report import Report, SavedSite, Unmet, percent
 
 log = logging.getLogger("te_inductor")
 
@@ -60,6 +60,20 @@ def announce(report: Report, fallback: str) -> None:
             "warn"  # a policy entry that this graph does not use may be used by the next one, behind a graph break
         )
     say(text, fallback)
+
+
+def announce_saved(saved: Sequence[SavedSite], fallback: str) -> None:
+    """Say once of a graph that it saves nothing in low precision, though an option asks for it: what
+    `options["fallback"]` says.
+
+    Raises:
+        FallbackError: with ``fallback="error"``.
+    """
+    for site in saved:
+        log.debug("%s", site)
+    asked = [site for site in saved if not site.outside]
+    if asked and all(site.reason is not None for site in asked):
+        announce(Report(unmet=[Unmet("saved", site.fqn, str(site.reason)) for site in asked]), fallback)
 
 
 def say(text: str, fallback: str) -> None:

@@ -26,7 +26,7 @@ def compile_fx(
         for place in ("joint_custom_pre_pass", "joint_custom_post_pass"):
             if (ours := patches.get(place)) is not None:
                 ours(joint.graph)
-        return min_cut_rematerialization_partition(joint, *args, **kwargs)
+        return (patches.get("custom_partitioner_fn") or min_cut_rematerialization_partition)(joint, *args, **kwargs)
 
     def boxed(graph: fx.GraphModule, _: Any) -> Any:
         see(graph.graph)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import TypedDict
 
-from te_inductor.config import OPTIONS, Attention, Fallback, Guard, Logits, Option, Weights, Wgrad
+from te_inductor.config import OPTIONS, Attention, Fallback, Guard, Logits, Option, Saved, Weights, Wgrad
 from te_inductor.recipes import BackwardPrecision, Recipe
 
 Glob = str | Callable[..., bool]  # a glob over module paths, or a function of a path and (M, N, K)
@@ -24,6 +24,7 @@ class CompileOptions(TypedDict, total=False):
     logits: Logits
     guard: Guard
     batch_invariant: bool
+    saved: Saved | Mapping[str, Saved]
     amax_group: object
     mode: str
 

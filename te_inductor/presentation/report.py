@@ -46,6 +46,19 @@ class LossSite:
     reason: str | None = None  # why it is as written
 
 
+@dataclass(frozen=True)
+class SavedSite:
+    """One value that a forward saves for its backward, and that is wide enough to be saved in low precision."""
+
+    fqn: str  # of the module that reads it
+    shape: tuple[Any, ...]  # a symbolic size is a string
+    dtype: str
+    bytes_before: int
+    bytes_after: int  # of codes and scales
+    reason: str | None = None  # why it is saved as it is
+    outside: bool = False  # whether the options say so
+
+
 class Unmet(NamedTuple):
     """An option that has no effect on a site in low precision, and the reason."""
 
@@ -169,6 +182,7 @@ class Report:
     unmet: list[Unmet] = field(default_factory=list)
     attention: list[AttentionSite] = field(default_factory=list)
     losses: list[LossSite] = field(default_factory=list)
+    saved: list[SavedSite] = field(default_factory=list)  # where option 'saved' asks for low precision
     failure: str | None = None  # traceback of a failure inside our own passes
     flops: Flops = field(default_factory=Flops)
     speedup: str | None = None  # a sentence about what low precision saves, of `explain`
@@ -223,6 +237,7 @@ def merge(reports: Iterable[Report]) -> Report:
         unmet=[unmet for report in reports for unmet in report.unmet],
         attention=[site for report in reports for site in report.attention],
         losses=[site for report in reports for site in report.losses],
+        saved=[site for report in reports for site in report.saved],
         failure="\n".join(report.failure for report in reports if report.failure) or None,
         weights=[weight for report in reports for weight in report.weights],
         flops=Flops(

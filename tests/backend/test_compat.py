@@ -50,6 +50,7 @@ EXTENSION_POINTS = {
     "torch._inductor.codegen.triton.TritonKernelOverrides",
     "torch._inductor.config.patch",
     "torch._inductor.custom_graph_pass.CustomGraphPass",
+    "torch._inductor.custom_graph_pass.CustomPartitionerFn",
     "torch._inductor.lowering.register_lowering",
     "torch._inductor.virtualized.V.graph.register_buffer",
     "torch._inductor.virtualized.V.graph.register_operation",

@@ -43,7 +43,8 @@ def failure(**options) -> str:
         (
             {"precision": "fp8"},
             "unknown option 'precision'",
-            "expected one of amax_group, attention, backward, batch_invariant, fallback, guard, logits, mode, policy,",
+            "expected one of amax_group, attention, backward, batch_invariant, fallback, guard, logits, mode, policy,"
+            " recipe, saved, weights, wgrad; other",
         ),
         ({"recipe": "curent"}, "unknown recipe 'curent'", "did you mean 'current'?"),
         (
@@ -171,6 +172,7 @@ def test_every_option_comes_from_the_environment(monkeypatch):
         "LOGITS": "omit",
         "GUARD": "heal",
         "BATCH_INVARIANT": "true",
+        "SAVED": '{"*.mlp": "low_precision", "*": "high_precision"}',
         "AMAX_GROUP": "none",
         "MODE": "max-autotune",
     }
@@ -179,6 +181,7 @@ def test_every_option_comes_from_the_environment(monkeypatch):
         monkeypatch.setenv(f"TE_INDUCTOR_{name}", value)
     found = config.parse()
     assert (found.recipe, found.policy, found.fallback) == ("rowwise", (("b", "none"), ("a.*", "block")), "silent")
+    assert found.saved == (("*.mlp", "low_precision"), ("*", "high_precision"))
     assert (found.weights, found.wgrad, found.amax_group, found.mode) == ("once", "main_grad", "none", "max-autotune")
     assert (found.backward, found.guard, found.batch_invariant) == ("dequantized", "heal", True)
     given = {"recipe": "block", "policy": {}, "fallback": "warn", "weights": "each_call", "wgrad": "grad"}

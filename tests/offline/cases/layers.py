@@ -29,6 +29,21 @@ def mlp_training_block() -> Case:
     return _mlp_training("block")
 
 
+def _two_mlps(**options: Any) -> Case:
+    """The second one's norm reads what the graph has computed."""
+    x = torch.randn(16384, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    model = nn.Sequential(Mlp(4096, 14336), Mlp(4096, 14336))
+    return torch.compile(model, backend="te", fullgraph=True, options={"recipe": "delayed", **options}), (x,)
+
+
+def two_mlps_delayed() -> Case:
+    return _two_mlps()
+
+
+def two_mlps_saved_low() -> Case:
+    return _two_mlps(saved="low_precision")
+
+
 class OneParameter(Mlp):
     """gate and up as one layer, as Phi-3 has them."""
 

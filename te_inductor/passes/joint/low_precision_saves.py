@@ -1,0 +1,180 @@
+"""The pass that has a forward save values in E4M3, with a scale for each 128 neighbours: what `saved_values` lets it.
+
+It runs on the two graphs that the partitioner has made of a joint one. There what is saved is known, and the backward's
+uses are apart from the forward's, which stay exact. The cast stands behind what makes the value, so that Inductor writes
+codes in the same kernel; the backward's readers compute the value of codes and scales where they read it."""
+
+import operator
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.utils import _pytree as pytree
+
+from te_inductor import ops
+from te_inductor.diagnostics import Outside, Refusal
+from te_inductor.passes.graph.custom_pass import package_hash
+from te_inductor.passes.graph.module_path import module_path
+from te_inductor.passes.graph.tracing import take_place
+from te_inductor.passes.joint.saved_values import QUANTIZER, Saved, decide, size_node
+from te_inductor.presentation.paths import names_of
+from te_inductor.presentation.report import SavedSite
+
+aten = torch.ops.aten
+LOW = "low_precision"  # the option's value
+_NOT_CHECKED = (
+    "saved_tensor_with_no_vc_check"  # torch's mark of what autograd keeps without asking whether it was written
+)
+
+
+class SavingPartitioner(CustomPartitionerFn):  # type: ignore[misc]
+    """The partitioner, torch's or the user's, whose graphs save as an option says. Part of both compile caches' keys, by
+    which it is found again without what it tells.
+
+    `entries` are globs over the modules that read a value, each with a precision, of which the first that matches wins;
+    `tell` gets a row a value."""
+
+    def __init__(
+        self,
+        theirs: Callable[..., Any] | None,
+        entries: Sequence[tuple[str, str]],
+        tell: Callable[[Sequence[SavedSite]], None] | None = None,
+    ) -> None:
+        self.theirs, self.entries, self.tell = theirs, tuple(entries), tell
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **given: Any) -> Any:
+        partition = self.theirs or min_cut_rematerialization_partition
+        modules = partition(gm, joint_inputs, **given)
+        found = save(modules[0].graph, modules[1].graph, given["num_fwd_outputs"], self._refuse)
+        for module in modules:
+            module.recompile()
+        if self.tell is not None:
+            self.tell([_row(one) for one in found])
+        return modules
+
+    def _refuse(self, node: fx.Node) -> Refusal | None:
+        names = names_of(_place(node))
+        said = (value for glob, value in self.entries if any(fnmatchcase(name, glob) for name in names))
+        return None if next(said, None) == LOW else Outside("option 'saved' says so")
+
+    def uuid(self) -> Any:
+        """None, which turns the cache off, where the user's partitioner has no identity."""
+        theirs = None if self.theirs is None else self.theirs.uuid()  # type: ignore[attr-defined]
+        ours = package_hash(), self.entries
+        return ours if self.theirs is None else theirs and (*ours, theirs)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.theirs, self.entries)
+
+
+def _row(one: Saved) -> SavedSite:
+    value = one.value
+    shape = tuple(size if isinstance(size, int) else str(size) for size in value.shape)
+    reason = None if one.refusal is None else str(one.refusal)
+    dtype = str(value.dtype).removeprefix("torch.")
+    return SavedSite(
+        _place(one.source), shape, dtype, one.bytes_before, one.bytes_after, reason, _is_meant(one.refusal)
+    )
+
+
+def _is_meant(refusal: Refusal | None) -> bool:
+    return refusal is not None and refusal.outside
+
+
+def _place(node: fx.Node) -> str:
+    """The module of the forward that reads a value, or else the one that makes it."""
+    return next(filter(None, map(module_path, (*node.users, node))), "")
+
+
+def save(
+    forward: fx.Graph, backward: fx.Graph, results: int, refuse: Callable[[fx.Node], Refusal | None]
+) -> list[Saved]:
+    """Changes both graphs, and returns what the forward saves besides its `results` first outputs."""
+    found = decide(forward, backward, results, refuse)
+    cast = {one.read: one for one in found if one.refusal is None}
+    for one in cast.values():
+        _read(backward, one, *_write(forward, one))
+    for one in found:
+        if one.refusal is None:
+            _let_go(forward, backward, one.node)
+    if cast:
+        for graph in (forward, backward):
+            graph.eliminate_dead_code()
+            graph.lint()
+    return found
+
+
+def _write(forward: fx.Graph, one: Saved) -> tuple[fx.Node, fx.Node]:
+    """Has the forward return codes and scales behind the value."""
+    source, order = one.source, one.order
+    with forward.inserting_before(source.next):
+        x = source if order == sorted(order) else _call(source, aten.permute.default, source, order)
+        x = _call(source, aten.reshape.default, x, [-1, one.value.shape[order[-1]]])
+        pair = _call(source, ops.quantize, x, QUANTIZER)
+        codes, scales = (_call(source, operator.getitem, pair, which) for which in (0, 1))
+    for made in (codes, scales):
+        made.meta.pop(_NOT_CHECKED, None)
+        made.meta |= {key: one.node.meta[key] for key in (_NOT_CHECKED,) if key in one.node.meta}
+    _change_outputs(forward, one.node, (one.node, codes, scales))
+    return codes, scales
+
+
+def _read(backward: fx.Graph, one: Saved, codes: fx.Node, scales: fx.Node) -> None:
+    """Gives the backward's readers of the value what codes and scales stand for."""
+    [given] = [node for node in backward.find_nodes(op="placeholder") if node.name == one.node.name]
+    inputs = []
+    with backward.inserting_before(given.next):
+        for name, made in (("codes", codes), ("scales", scales)):
+            inputs.append(backward.placeholder(f"{given.name}_{name}"))  # no node's name: the input would be called so
+            inputs[-1].meta = dict(made.meta)
+    value, order, users = one.value, one.order, set(one.read.users)
+    first = next(node for node in backward.nodes if node in users)
+    with backward.inserting_before(first):
+        x = _call(first, ops.dequantize, *inputs, QUANTIZER, value.dtype)
+        columns = value.shape[order[-1]]
+        if columns != x.meta["val"].shape[1]:
+            x = _call(first, aten.slice.Tensor, x, 1, 0, columns)
+        sizes = [value.shape[dim] for dim in order]
+        given_sizes = [size if isinstance(size, int) else size_node(size, backward) or -1 for size in sizes]
+        x = _call(first, aten.reshape.default, x, given_sizes)
+        if order != sorted(order):
+            x = _call(first, aten.permute.default, x, [order.index(dim) for dim in range(len(order))])
+    one.read.replace_all_uses_with(x)
+
+
+def _let_go(forward: fx.Graph, backward: fx.Graph, node: fx.Node) -> None:
+    """Has nothing saved of what the backward does not read any more."""
+    backward.eliminate_dead_code()
+    [given] = [one for one in backward.find_nodes(op="placeholder") if one.name == node.name]
+    backward.erase_node(given)
+    _change_outputs(forward, node, ())
+
+
+def _change_outputs(forward: fx.Graph, node: fx.Node, nodes: Sequence[fx.Node]) -> None:
+    """Puts others in the place of what is saved, and what is said of it beside each."""
+    [output] = forward.find_nodes(op="output")
+    outputs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    place = len(outputs) - 1 - outputs[::-1].index(node)
+
+    def changed(old: Sequence[Any], new: Sequence[Any]) -> Any:
+        return type(old)([*old[:place], *new, *old[place + 1 :]])  # type: ignore[call-arg]
+
+    output.args = (tuple(changed(outputs, nodes)),)
+    for about in ("desc", "output_stack_traces"):
+        if about in output.meta:
+            output.meta[about] = changed(output.meta[about], [output.meta[about][place]] * len(nodes))
+
+
+def _call(like: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """A call put into the graph of a node at its insertion point, with what the node says of where it comes from."""
+    node = like.graph.call_function(target, args)
+    values = fx.map_arg(args, lambda one: one.meta["val"])
+    [mode] = {one.fake_mode for one in pytree.tree_leaves(values) if isinstance(one, torch._subclasses.FakeTensor)}
+    with mode, torch.no_grad():
+        node.meta["val"] = target(*values)
+    take_place(node, like.meta)
+    return node

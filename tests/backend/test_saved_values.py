@@ -1,0 +1,163 @@
+"""What a forward saves in E4M3 under option `saved`, and what stays as it is: of small functions, without Dynamo, as the
+graphs that AOTAutograd and the partitioner make."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._functorch.aot_autograd import aot_function, make_boxed_func
+from torch._inductor.decomposition import select_decomp_table
+
+from te_inductor.passes.joint.low_precision_saves import LOW, SavingPartitioner
+from te_inductor.presentation.report import SavedSite
+
+ROWS, COLUMNS = 32, 256
+LARGE = ROWS * COLUMNS
+
+
+def compiled(function, dynamic=False, saved=LOW):
+    """The function, whose forward saves low, and the rows that it tells of; its graphs run node by node."""
+    rows: list[SavedSite] = []
+    partitioner = SavingPartitioner(None, (("*", saved),), rows.extend)
+    compile = lambda gm, _: make_boxed_func(gm.forward)  # noqa: E731
+    run = aot_function(
+        function, compile, partition_fn=partitioner, decompositions=select_decomp_table(), dynamic=dynamic
+    )
+    return run, rows
+
+
+def between(f):
+    """A function of a matrix's product, whose result another product reads."""
+    return lambda x, w, v: f(x @ w) @ v
+
+
+def operands(columns=COLUMNS, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (ROWS, 64), (64, columns), (columns, 16)
+    made = (torch.randn(shape, generator=generator, dtype=torch.float64) / 4 for shape in shapes)
+    return [x.to(dtype).requires_grad_() for x in made]
+
+
+def gradients(run, inputs):
+    return torch.autograd.grad(run(*inputs).square().sum(), inputs)
+
+
+CAST = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "a cube": lambda x: x**3,
+    "of a rounding": lambda x: x.mul(8).round() * x,
+    "swiglu": lambda x: F.silu(x[:, : COLUMNS // 2]) * x[:, COLUMNS // 2 :].repeat(1, 1),
+    "permuted": lambda x: F.silu(x.view(ROWS, 2, -1).transpose(0, 1)).transpose(0, 1).reshape(ROWS, -1),
+}
+
+
+@pytest.mark.parametrize("name", CAST)
+def test_what_pointwise_functions_read_is_cast(name):
+    """The forward has the bits that it has without; gradients are off by a rounding to E4M3 of what they read."""
+    x, w, v = operands()
+    v = v[: COLUMNS // 2].detach().requires_grad_() if name == "swiglu" else v
+    function = between(CAST[name])
+    (run, rows), (high, _) = compiled(function), compiled(function, saved="high_precision")
+    assert torch.equal(run(x, w, v), high(x, w, v))
+    assert any(row.reason is None and row.bytes_after < 0.3 * row.bytes_before for row in rows), rows
+    for ours, theirs in zip(gradients(run, (x, w, v)), gradients(function, (x, w, v)), strict=True):
+        assert (ours - theirs).norm() < 2**-4 * theirs.norm()
+
+
+REFUSED = {  # and by which operator of the backward
+    "a product": (lambda x: x @ torch.ones(COLUMNS, COLUMNS), lambda x: x, "mm"),
+    "squared relu": (F.relu, torch.square, "le"),
+    "leaky relu": (F.leaky_relu, None, "gt"),
+    "a magnitude": (torch.abs, None, "abs|sign|sgn"),
+    "clamped": (lambda x: x.clamp(-1, 1), None, "clamp|ge|le"),
+    "a logarithm": (lambda x: (x * x + 0.1).log(), None, "log|add"),
+    "a root": (lambda x: (x * x + 0.1).sqrt(), None, "sqrt"),
+    "a reciprocal": (lambda x: 1 / x, None, "reciprocal|div"),
+    "a sine": (lambda x: (100 * x).sin(), None, "sin|cos"),
+    "an exponential": (lambda x: (8 * x).exp(), None, "exp"),
+    "a difference": (lambda x: (x - 1000).square(), None, "sub"),
+    "the largest": (lambda x: x.amax(-1, keepdim=True), None, "eq"),
+    "softmax": (lambda x: x.softmax(-1), torch.square, "softmax|fma"),
+    "of many": (
+        lambda x: x.unsqueeze(0).sigmoid(),
+        lambda x: x * torch.linspace(1, 2, 4)[:, None, None],
+        "spreads|sub",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_an_error_would_make_another_number_is_saved_as_it_is(name):
+    """Gradients are what they are without the option, bit for bit."""
+    f, g, reasons = REFUSED[name]
+    inputs = operands()[:2]
+
+    def function(x, w):
+        made = x @ w
+        return f(made) * made if g is None else g(f(made))
+
+    (run, rows), (high, _) = compiled(function), compiled(function, saved="high_precision")
+    found, expected = gradients(run, inputs), gradients(high, inputs)
+    assert all(row.reason is not None for row in rows), rows
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert any(part in row.reason for row in rows for part in reasons.split("|")), (reasons, rows)
+
+
+def test_infinities_and_tiny_rows():
+    """What is infinite or NaN makes gradients NaN, as GradScaler looks for; rows of zeros and of numbers below all
+    scales make none."""
+    run, rows = compiled(lambda x, w, added: F.silu(x @ w + added))
+    x, w = torch.zeros(8, 4), torch.zeros(4, COLUMNS)
+    added = torch.randn(8, COLUMNS)
+    added[0], added[1], added[2, 3], added[3, 200], added[4] = 0.0, 1e-38, torch.inf, torch.nan, 1e-45
+    inputs = [one.requires_grad_() for one in (x, w, added)]
+    found = torch.autograd.grad(run(*inputs).sum(), inputs)[-1]
+    assert any(row.reason is None for row in rows)
+    assert found.isnan().any(1).tolist() == [False, False, True, True, False, False, False, False]
+    assert torch.allclose(found[[0, 1, 4]], torch.full((3, COLUMNS), 0.5))
+
+
+def test_what_is_returned_or_shares_memory_stays():
+    def returned(x, w):
+        made = x @ w
+        return F.silu(made).sum(), made
+
+    def partly(x, w, v):  # the second half is read by a product
+        first, second, _ = (x @ w).split((64, 128, 64), -1)
+        return F.silu(first), second @ v[:128]
+
+    for function, reason in ((returned, "the graph returns it"), (partly, "another part of its memory")):
+        run, rows = compiled(function)
+        inputs = operands()[: 2 if function is returned else 3]
+        sum(one.sum() for one in run(*inputs)).backward()
+        assert all(row.reason is not None for row in rows)
+        assert any(reason in row.reason for row in rows), rows
+
+
+def test_rows_that_are_no_multiple_of_a_block():
+    """Blocks at the end of a row are shorter: 200 values take 256 bytes. Of 40 there is nothing to gain."""
+    for columns, cast in ((200, True), (40, False)):
+        run, rows = compiled(lambda x, w, v: F.silu(x @ w) @ v)
+        gradients(run, operands(columns, torch.bfloat16))
+        assert any(row.reason is None for row in rows) is cast, rows
+
+
+def test_sizes_that_are_not_known_before_it_runs():
+    """Rows may be any number; blocks of 128 are cut of a last dimension that is known."""
+
+    def function(x, w, v):
+        return F.silu(x @ w) @ v
+
+    run, rows = compiled(function, dynamic=True)
+    gradients(run, operands())
+    assert any("last dimension" in str(row.reason) for row in rows), rows
+
+
+def test_a_second_backward_is_refused():
+    run, _ = compiled(between(F.silu))
+    inputs = operands()
+    first = torch.autograd.grad(run(*inputs).square().sum(), inputs, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        sum(one.sum() for one in first).backward()
