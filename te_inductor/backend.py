@@ -197,13 +197,8 @@ def _inductor(plan: Plan, name: str | None) -> Inductor:
     patches.update(inductor_options(options))
     wrap_inner = lowerings.install(options.fallback, options.batch_invariant)
     compat.patch("torch._inductor.config.loop_index_inversion_in_fusion", False, on=patches)
-    if plan.experts:
-        patches.setdefault("unroll_reductions_threshold", MOST_EXPERTS_OF_A_ROW + 1)
-    elif any(value(candidate.match.weight).is_cuda for candidate in plan.candidates):
-        patches.setdefault("realize_opcount_threshold", MOST_OPS_OF_A_TENSOR)
-    on_a_cpu = any(value(candidate.match.weight).is_cpu for candidate in plan.candidates)
-    if on_a_cpu and (bits := compat.width_of_right_vectors()) is not None:
-        patches.setdefault("cpp.simdlen", bits)
+    for option, limit in _limits(plan).items():
+        patches.setdefault(option, limit)
     for place, passes in (
         ("joint_custom_pre_pass", joint.PASSES),
         ("joint_custom_post_pass", joint.LAST_PASSES),
@@ -227,6 +222,19 @@ def _inductor(plan: Plan, name: str | None) -> Inductor:
         return gm.forward
 
     return compile
+
+
+def _limits(plan: Plan) -> dict[str, int]:
+    """Limits of Inductor's that suit graphs of ours, unless the user has set them."""
+    found = {}
+    weights = [value(candidate.match.weight) for candidate in plan.candidates]
+    if plan.experts:
+        found["unroll_reductions_threshold"] = MOST_EXPERTS_OF_A_ROW + 1
+    elif any(weight.is_cuda for weight in weights):
+        found["realize_opcount_threshold"] = MOST_OPS_OF_A_TENSOR
+    if any(weight.is_cpu for weight in weights) and (bits := compat.width_of_right_vectors()) is not None:
+        found["cpp.simdlen"] = bits
+    return found
 
 
 def _saving_low(plan: Plan, theirs: Any) -> Any:

@@ -60,6 +60,7 @@ EXTENSION_POINTS = {
 }
 # Options that it sets for a while. Those that work around faults have records.
 OPTIONS = {
+    "automatic_dynamic_shapes": "calibrating traces one call, whose sizes say nothing of later ones",
     "enable_autograd_cache": "a graph that is interpreted cannot be written into it",
     "is_non_builtin_to_include": "the partitioner's own switch for ops that are not torch's",
     "max_autotune": "a library's GEMM is not measured where it is the only choice",

@@ -74,7 +74,7 @@ def step(model, tokens=128, recipe="delayed", **options):
 
 
 def error(found, expected):
-    """Of all gradients, relative to their norm."""
+    """The error of all gradients together, relative to their norm."""
     off = sum((a - b).square().sum() for a, b in zip(found, expected, strict=True))
     return float((off / sum(one.square().sum() for one in expected)).sqrt())
 

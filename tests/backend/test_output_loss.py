@@ -85,7 +85,7 @@ def gathered(logits, labels):
 
 
 def z_loss(logits, labels):
-    """As PaLM, OLMo and torchtitan's users have it: tokens without a label have none."""
+    """Computes what users of PaLM, OLMo and torchtitan do: tokens without a label have none."""
     rows, labels = logits.float().view(-1, WORDS), labels.view(-1)
     kept = labels != -100
     z_squared = rows.logsumexp(-1).pow(2)
@@ -93,7 +93,7 @@ def z_loss(logits, labels):
 
 
 def z_loss_of_all(logits, labels):
-    """Of all tokens, computed in front of the loss, of capped logits."""
+    """Adds a z-loss of all tokens, computed in front of the loss, of capped logits."""
     logits = torch.tanh(logits / 5.0) * 5.0
     z_loss = torch.logsumexp(logits.float(), dim=-1, keepdim=True).square().mean()
     return flat(logits, labels) + 1e-2 * z_loss

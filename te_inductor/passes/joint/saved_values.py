@@ -54,7 +54,7 @@ _FILLS: dict[Any, int] = {aten.full.default: 1, aten.scalar_tensor.default: 0}  
 _ENDS = QUANTIZE | {ops.quantize_groups, ops.transpose_groups}  # copies of a layer's input
 
 
-class Kind(enum.Enum):
+class Dependence(enum.Enum):
     """What the backward has made of a value: Note [Functions that bear a relative error]."""
 
     LINEAR = enum.auto()
@@ -238,7 +238,7 @@ def _is_as_large(node: fx.Node, other: fx.Node) -> bool:
 
 def _of_readers(value: fx.Node, later: set[fx.Node], cast: set[fx.Node]) -> Refusal | None:
     """Note [Functions that bear a relative error]"""
-    kinds = {value: Kind.LINEAR}
+    kinds = {value: Dependence.LINEAR}
     for node in _behind(value):
         operands = [one for one in node.all_input_nodes if one in kinds]
         if not operands or node in cast or (node.target in _ENDS and node not in later):
@@ -278,7 +278,7 @@ def _name(node: fx.Node) -> str:
     return str(node.target).removesuffix(".default")
 
 
-def _kind(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind | None:
+def _kind(node: fx.Node, kinds: dict[fx.Node, Dependence]) -> Dependence | None:
     """What an operator makes of its operands' kinds; None of an operator that is not known, or not for these."""
     of = [kinds.get(one) if isinstance(one, fx.Node) else None for one in node.args]
     first, second = (*of, None, None)[:2]
@@ -287,12 +287,12 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind | None:
     if is_cast(node):
         return first if node.args[1] in _WIDE else None
     if node.target in _BOUNDED:
-        return Kind.BOUNDED
+        return Dependence.BOUNDED
     rules = ((_PRODUCTS, _product), (_POWERS, _power), (_QUOTIENTS, _quotient), (_SUMS, _sum))
     for targets, rule in rules:
         if node.target in targets and not node.kwargs:
             return rule(node, first, second)
-    return Kind.BOUNDED if node.target is aten.exp.default and _decays(node, kinds) else None
+    return Dependence.BOUNDED if node.target is aten.exp.default and _decays(node, kinds) else None
 
 
 def _number(operand: Any) -> float | None:
@@ -303,29 +303,29 @@ def _number(operand: Any) -> float | None:
     return operand if isinstance(operand, int | float) else None
 
 
-def _product(node: fx.Node, first: Kind | None, second: Kind | None) -> Kind:
+def _product(node: fx.Node, first: Dependence | None, second: Dependence | None) -> Dependence:
     a, b = node.args[:2]
     if first is None or second is None:
         kind, factor = (second, a) if first is None else (first, b)
         assert kind is not None
         positive = (_number(factor) or 0) > 0
-        return Kind.LINEAR if kind is Kind.SQUARE and not positive else kind
-    if Kind.BOUNDED in (first, second):
-        return Kind.BOUNDED
-    return Kind.SQUARE if a is b else Kind.LINEAR
+        return Dependence.LINEAR if kind is Dependence.SQUARE and not positive else kind
+    if Dependence.BOUNDED in (first, second):
+        return Dependence.BOUNDED
+    return Dependence.SQUARE if a is b else Dependence.LINEAR
 
 
-def _power(node: fx.Node, first: Kind | None, _: Kind | None) -> Kind | None:
+def _power(node: fx.Node, first: Dependence | None, _: Dependence | None) -> Dependence | None:
     power: Any = node.args[1]
-    if power < 1 or power != int(power) or first is Kind.BOUNDED:
+    if power < 1 or power != int(power) or first is Dependence.BOUNDED:
         return None
-    return Kind.SQUARE if power % 2 == 0 else first
+    return Dependence.SQUARE if power % 2 == 0 else first
 
 
-def _quotient(node: fx.Node, first: Kind | None, second: Kind | None) -> Kind | None:
+def _quotient(node: fx.Node, first: Dependence | None, second: Dependence | None) -> Dependence | None:
     if second is None:
-        return Kind.LINEAR if first is Kind.SQUARE else first
-    return Kind.BOUNDED if _is_one_and_exp(node.args[1]) else None
+        return Dependence.LINEAR if first is Dependence.SQUARE else first
+    return Dependence.BOUNDED if _is_one_and_exp(node.args[1]) else None
 
 
 def _is_one_and_exp(node: Any) -> bool:
@@ -334,15 +334,15 @@ def _is_one_and_exp(node: Any) -> bool:
     return sums and _number(node.args[1]) == 1 and getattr(node.args[0], "target", None) is aten.exp.default
 
 
-def _sum(node: fx.Node, first: Kind | None, second: Kind | None) -> Kind | None:
+def _sum(node: fx.Node, first: Dependence | None, second: Dependence | None) -> Dependence | None:
     if first is not None and second is not None:
-        return Kind.BOUNDED if Kind.BOUNDED in (first, second) else Kind.LINEAR
+        return Dependence.BOUNDED if Dependence.BOUNDED in (first, second) else Dependence.LINEAR
     other = node.args[1] if second is None else node.args[0]
     kind, number = first or second, _number(other)
     if number is None:
-        return Kind.LINEAR if kind is Kind.LINEAR and _is_bias(node, other) else None
-    above = kind is Kind.SQUARE and number >= 0 and node.target in _SUMS[:2]
-    return Kind.BOUNDED if above or kind is Kind.BOUNDED else None
+        return Dependence.LINEAR if kind is Dependence.LINEAR and _is_bias(node, other) else None
+    above = kind is Dependence.SQUARE and number >= 0 and node.target in _SUMS[:2]
+    return Dependence.BOUNDED if above or kind is Dependence.BOUNDED else None
 
 
 def _is_bias(node: fx.Node, other: Any) -> bool:
@@ -352,7 +352,7 @@ def _is_bias(node: fx.Node, other: Any) -> bool:
     return vector and all(one.target in _ENDS for one in behind if not (is_view(one) or is_cast(one) or one is node))
 
 
-def _decays(exp: fx.Node, kinds: dict[fx.Node, Kind]) -> bool:
+def _decays(exp: fx.Node, kinds: dict[fx.Node, Dependence]) -> bool:
     """Whether it is a sigmoid's exponential, or that of minus a square."""
     argument: Any = exp.args[0]
     if exp.users and all(_is_one_and_exp(user) and _only_divides(user) for user in exp.users):
@@ -360,7 +360,7 @@ def _decays(exp: fx.Node, kinds: dict[fx.Node, Kind]) -> bool:
     if argument.target not in _PRODUCTS:
         return False
     square, factor = sorted(argument.args[:2], key=lambda one: _number(one) is not None)
-    return kinds.get(square) is Kind.SQUARE and (_number(factor) or 0) < 0
+    return kinds.get(square) is Dependence.SQUARE and (_number(factor) or 0) < 0
 
 
 def _only_divides(node: fx.Node) -> bool:

@@ -135,7 +135,7 @@ def has_known_sizes(match: Match, sums: Sums) -> bool:
 
 
 def _sizes(sums: Sums) -> tuple[Any, ...]:
-    """Those of the tokens."""
+    """The sizes of the tokens alone."""
     sizes = tuple(value(sums.node).shape)
     return sizes[:-1] if sums.keeps_dim else sizes
 
