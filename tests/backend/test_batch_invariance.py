@@ -93,7 +93,7 @@ def shared(slot, module):
         ("nvfp4_weight_only", "high_precision", "kernels of weights stored as they learn are chosen by"),
         (CustomRecipe(shared), "high_precision", "rows of its input share a scale (128x128"),
     ],
-    ids=str,
+    ids=lambda one: one if isinstance(one, str | None) else type(one).__name__,
 )
 def test_which_recipes_keep_rows_apart(recipe, kernel, reason):
     report = explain(Layers(), torch.randn(8, 256), options={"recipe": recipe, "fallback": "silent", **INVARIANT})
