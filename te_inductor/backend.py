@@ -271,7 +271,7 @@ def _compile_or_restore(
             inputs = [*plan.inputs, *(example for kind in plan.outcome.extra_inputs for example in kind.examples)]
             first = _first_step(plan, inductor, inputs)
             compiled = bind(inductor(plan.gm, inputs), plan.outcome.extra_inputs, first)
-            announce_saved(plan.outcome.report.saved, plan.options.fallback)
+            announce_saved(plan.outcome.report.saved, plan.options.saves_low, plan.options.fallback)
             return leave_out(compiled, plan.outcome.omitted)
     except (RestartAnalysis, SkipFrame, Unsupported, TEInductorError):
         raise  # Dynamo's own control flow, and what the user asked to be told

@@ -232,9 +232,10 @@ class Options:
         return f"recipe of the {self.sources[name]}:" if name in self.sources else "recipe"
 
     @property
-    def saves_low(self) -> bool:
-        """Whether anything that a forward saves may be in low precision."""
-        return self.saved != "high_precision"
+    def saves_low(self) -> list[str]:
+        """The globs of modules for which a forward saves in low precision."""
+        entries = (("*", self.saved),) if isinstance(self.saved, str) else self.saved
+        return [glob for glob, value in entries if value == "low_precision"]
 
     def in_cuda_graphs(self) -> bool:
         """Whether Inductor records CUDA graphs."""

@@ -62,8 +62,8 @@ def announce(report: Report, fallback: str) -> None:
     say(text, fallback)
 
 
-def announce_saved(saved: Sequence[SavedSite], fallback: str) -> None:
-    """Say once of a graph that it saves nothing in low precision, though an option asks for it: what
+def announce_saved(saved: Sequence[SavedSite], globs: Sequence[str], fallback: str) -> None:
+    """Say once of a graph that it saves nothing in low precision, though an option asks for it under these globs: what
     `options["fallback"]` says.
 
     Raises:
@@ -72,6 +72,10 @@ def announce_saved(saved: Sequence[SavedSite], fallback: str) -> None:
     for site in saved:
         log.debug("%s", site)
     asked = [site for site in saved if not site.outside]
+    if saved and globs and not asked:  # no error, as a graph behind a graph break may have what they mean
+        places = ", ".join(sorted({site.fqn or "the model itself" for site in saved}))
+        text = f"te_inductor: option 'saved' has no effect here: found {', '.join(map(repr, globs))}, expected globs of"
+        say(f"{text} modules that read what is saved for the backward: {places}", fallback.replace("error", "warn"))
     if asked and all(site.reason is not None for site in asked):
         announce(Report(unmet=[Unmet("saved", site.fqn, str(site.reason)) for site in asked]), fallback)
 

@@ -102,6 +102,13 @@ def test_a_policy_names_the_modules_that_read():
     assert (fp8 - norms) + (fp8 - others) == fp8 - both
 
 
+def test_a_glob_that_matches_nothing_is_said():
+    with pytest.warns(
+        FallbackWarning, match=r"'saved' has no effect here: found '\*\.nrom\?', expected globs of .*norm1"
+    ):
+        step(blocks(), saved={"*.nrom?": "low_precision"})
+
+
 def test_nothing_to_save_is_said():
     """A last layer alone saves its input's copy."""
     with pytest.warns(FallbackWarning, match="option 'saved' does not reach, because the backward spreads it"):
