@@ -157,7 +157,8 @@ def losses(m, e, n, k):
     """The losses of k tokens, with as many words as all experts have rows."""
     kernels, loss, words = token_losses.SoftmaxKernels(), Loss(-100), min(e * n, 2**22)
     logits, labels = empty(k, words, dtype=BF16), empty(k, dtype=torch.int64)
-    sums = kernels.losses(logits, labels, loss, empty(k))
+    sums = empty(k)
+    kernels.losses(logits, labels, loss, empty(k), sums)
     kernels.copies(logits, labels, loss, sums, E5M2, True, empty(words, k, dtype=torch.float8_e5m2))
 
 

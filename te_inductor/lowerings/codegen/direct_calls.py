@@ -48,11 +48,13 @@ def _device(node: Any) -> str | None:
 
 
 def _takes_as(kernel: Any, op: Any) -> bool:
-    """Whether a kernel has its op's arguments, by name, in order and with defaults."""
-    found = inspect.signature(kernel, follow_wrapped=False).parameters.values()
-    return [(one.name, one.default is not one.empty) for one in found] == [
-        (one.name, one.has_default_value()) for one in op._schema.arguments
-    ]
+    """Whether a kernel has its op's arguments, by name, in order and with defaults, and needs no others."""
+    found = list(inspect.signature(kernel, follow_wrapped=False).parameters.values())
+    wanted = [(one.name, one.has_default_value()) for one in op._schema.arguments]
+    own = found[len(wanted) :]
+    return [(one.name, one.default is not one.empty) for one in found[: len(wanted)]] == wanted and all(
+        one.default is not one.empty for one in own
+    )
 
 
 def _short_name(op: Any) -> str:
