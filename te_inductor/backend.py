@@ -117,7 +117,7 @@ def run_passes(plan: Plan, passes: Sequence[Callable[[Plan], None]] | None = Non
     without us. What the user has to mend, such as a factory of quantizers, is raised."""
     plan.outcome.report.unmet.extend(_options_inside(plan.options))
     try:
-        for step in pre_grad.PASSES if passes is None else passes:
+        for step in pre_grad.under(plan.options, pre_grad.PASSES if passes is None else passes):
             log.debug("%s", step.__name__)
             step(plan)
     except TEInductorError:
@@ -194,8 +194,8 @@ def _inductor(plan: Plan, name: str | None) -> Inductor:
         patches["custom_partitioner_fn"] = _saving_low(plan, theirs)
     elif not plan.is_ours:
         return lambda gm, inputs, runs_seldom=False: compat.compile_fx(gm, inputs, patches, name)
-    patches.update(inductor_options(options))
-    wrap_inner = lowerings.install(options.fallback, options.batch_invariant)
+    patches.update(told := inductor_options(options))
+    wrap_inner = lowerings.install(options.fallback, rows_alone=bool(told))
     compat.patch("torch._inductor.config.loop_index_inversion_in_fusion", False, on=patches)
     for option, limit in _limits(plan).items():
         patches.setdefault(option, limit)

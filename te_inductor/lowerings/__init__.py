@@ -7,12 +7,12 @@ if not __name__.startswith("te_inductor."):
     raise ImportError(f"{__name__!r} is a folder of te_inductor, import te_inductor.lowerings")
 
 
-def install(fallback: str = "warn", batch_invariant: bool = False) -> Callable[..., Callable[..., Any]]:
+def install(fallback: str = "warn", rows_alone: bool = False) -> Callable[..., Callable[..., Any]]:
     """Register every lowering with Inductor, and the FLOPs of ops with torch (importing the modules does it).
 
     Returns a wrapper for Inductor's compiler of one graph, of a forward, a backward or an inference: during the
-    compile, and only then, our tiles, our kernel class and `few_rows` hold; after it, lowerings that failed are named
-    as `fallback` says."""
+    compile, and only then, our tiles (`row_choices.choices`), our kernel class and `few_rows` hold; after it,
+    lowerings that failed are named as `fallback` says."""
     import torch
     from torch._inductor.virtualized import V
     from torch.utils._triton import has_triton_package
@@ -20,7 +20,6 @@ def install(fallback: str = "warn", batch_invariant: bool = False) -> Callable[.
     from te_inductor.compat.indexing import joining_dimensions_fast
     from te_inductor.lowerings import decode, permutations  # noqa: F401
     from te_inductor.lowerings.casts import experts, quantize  # noqa: F401
-    from te_inductor.lowerings.choices import Choices
     from te_inductor.lowerings.codegen.direct_calls import called_directly
     from te_inductor.lowerings.codegen.programmatic_launch import launched_early
     from te_inductor.lowerings.gemm import (  # noqa: F401
@@ -30,6 +29,7 @@ def install(fallback: str = "warn", batch_invariant: bool = False) -> Callable[.
         scaled_mm,
     )
     from te_inductor.lowerings.registry import compile_guarded
+    from te_inductor.lowerings.row_choices import choices
 
     if torch.cuda.is_available() and has_triton_package():
         # Ops that generated code calls, also such as a compile cache returns. NVFP4's come with its weights.
@@ -49,7 +49,7 @@ def install(fallback: str = "warn", batch_invariant: bool = False) -> Callable[.
                 decode.replaced(),
                 joining_dimensions_fast(),
                 called_directly(),
-                V.set_choices_handler(Choices(V.choices, batch_invariant)),
+                V.set_choices_handler(choices(V.choices, rows_alone)),
             ):
                 return compile_guarded(inner_compile, fallback, *args, **kwargs)
 

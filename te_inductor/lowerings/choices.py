@@ -26,12 +26,6 @@ from te_inductor.lowerings.codegen.tiles import (
 )
 from te_inductor.lowerings.gemm import cutlass_choices
 
-# The tile of rows that are summed, in a forward that is batch-invariant: a program for each row, which adds so many
-# elements at a time to as many sums, and these up at the end. So zeros behind a row's end change no sum.
-SUMMED_ROW = {"XBLOCK": 1, "R0_BLOCK": 1024, "num_warps": 4}
-LONGEST_ROW = 2**18  # elements, as vocabularies have words
-_ORDERLESS = frozenset(("max", "min", "any", "argmax", "argmin", "xor_sum"))  # reductions, the same in any order
-
 
 class Choices:
     """Inductor's heuristics with our tiles; everything else is asked of the heuristics in force.
@@ -42,16 +36,14 @@ class Choices:
 
     cut_tiles = True  # which tells lowerings that Inductor is ours: others have no such attribute
 
-    def __init__(self, inner: Any, batch_invariant: bool = False) -> None:
-        self._inner, self._batch_invariant = inner, batch_invariant
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def triton_kernel_kwargs(self, kernel_cls: Any, features: Any, groups: Any, kernel_kwargs: dict[str, Any]) -> Any:
         kernel_kwargs = self._inner.triton_kernel_kwargs(kernel_cls, features, groups, kernel_kwargs)
-        if self._sums_rows(features.scheduler_nodes()):
-            return {**kernel_kwargs, "fixed_config": FixedTritonConfig(dict(SUMMED_ROW))}
         # One that sums rows and columns at once cuts the rows among programs in its own way.
         chosen = "fixed_config" in kernel_kwargs or kernel_kwargs.get("mix_order_reduction", False)
         tile = None if chosen else tile_of(features, groups[0])
@@ -75,9 +67,6 @@ class Choices:
             return False
         if not block_tiles.may_share_a_kernel(node1, node2):
             return False
-        # A kernel that casts blocks holds whole rows, and would sum them otherwise than one that does not.
-        if self._sums_rows((node1, node2)) and block_tiles.matrices([*node1.get_nodes(), *node2.get_nodes()]):
-            return False
         if _sum_columns_of_different_tensors(node1, node2):
             return False
         loops = loops_of(node1), loops_of(node2)
@@ -95,8 +84,6 @@ class Choices:
         return bool(self._inner.can_fuse_horizontal(scheduler, node1, node2, shared_data_score))
 
     def should_use_persistent_reduction(self, features: Any, cooperative_reduction: bool) -> bool:
-        if self._sums_rows(features.scheduler_nodes()):
-            return False
         widths = {q.granularity.block[1] // q.format.packed for q in quantizers_of(features) if q.granularity.one_row}
         if any(V.graph.sizevars.statically_known_equals(features.reduction_numel, width) for width in widths):
             return True
@@ -109,28 +96,10 @@ class Choices:
     def reduction_split_factor(self, device: Any, elements: int, outputs: int, inner_reduction: bool) -> int:
         split = int(self._inner.reduction_split_factor(device, elements, outputs, inner_reduction=inner_reduction))
         node = getattr(V.graph, "current_node", None)
-        if inner_reduction and self._may_be_a_row(node, elements, outputs):
-            return 1
         if inner_reduction and stays_whole(node, elements):
             return 1
         ours = node is not None and node.target in LOOKS and inner_reduction and outputs == 1 and split > 1
         return even_split(elements, split) if ours else split
-
-    def _may_be_a_row(self, node: Any, elements: int, outputs: int) -> bool:
-        """Whether several programs for one sum could be several for one row. A sum of more elements than rows have, and of
-        nothing beside it, is one of a batch, such as a loss."""
-        looks = node is not None and node.target in LOOKS  # for an amax, the same in any order
-        forward = self._batch_invariant and not V.graph.is_backward
-        return forward and not looks and (outputs > 1 or elements <= LONGEST_ROW)
-
-    def _sums_rows(self, nodes: Any) -> bool:
-        """Whether sums of some of these nodes are to be made in one order: Note [Rows by themselves] in
-        passes/pre_grad/decide/invariance.py."""
-        if not self._batch_invariant or V.graph.is_backward:
-            return False
-        parts = (part for node in nodes for part in node.get_nodes() if part.node is not None)
-        kinds = {part.node.get_reduction_type() for part in parts if part.is_reduction()}
-        return not kinds <= _ORDERLESS
 
     def score_fusion(self, scheduler: Any, node1: Any, node2: Any) -> Any:
         """A sort key: both copies of a tensor find each other before either finds somebody else's kernel."""

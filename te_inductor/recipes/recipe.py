@@ -74,11 +74,6 @@ class Slots(Constant):
         return self.dgrad_operands is not None or self.wgrad_operands is not None
 
     @property
-    def in_fixed_order(self) -> "Slots":
-        """These, whose forward sums an element alike whatever M is."""
-        return replace(self, fprop=replace(self.fprop, fixed_order=True, fast_accum=False))
-
-    @property
     def casts_gradient(self) -> bool:
         """Whether `grad_output` casts dy, for one GEMM or for both."""
         return self.dgrad_operands is None or self.wgrad_operands is None

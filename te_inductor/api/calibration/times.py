@@ -10,7 +10,7 @@ from torch import fx
 
 from te_inductor import recipes
 from te_inductor.diagnostics import Refusal
-from te_inductor.passes.pre_grad import CHECK
+from te_inductor.passes.pre_grad import CHECK, under
 from te_inductor.passes.pre_grad.decide import memory_rule, size_rule
 from te_inductor.passes.pre_grad.decide.report import plain
 from te_inductor.passes.pre_grad.plan import Candidate, Outcome, Plan
@@ -123,7 +123,7 @@ def decided(plan: Plan, recipe: Recipe) -> Plan:
     """The plan as it would be with one recipe for every layer that the policy says nothing of."""
     tried = _with(plan, [replace(site) for site in plan.candidates])
     tried.options = replace(plan.options, recipe=recipe)
-    for step in (*CHECK, memory_rule.spare):
+    for step in (*under(tried.options, CHECK), memory_rule.spare):
         step(tried)
     return tried
 

@@ -7,12 +7,13 @@ not make have lists of their own, of the same passes: EXPORTED is for exported p
 backward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
+from te_inductor.config import Options
 from te_inductor.passes.pre_grad.attention.rewrite import rewrite_attention
 from te_inductor.passes.pre_grad.attention.sites import match_attention
+from te_inductor.passes.pre_grad.decide import invariance
 from te_inductor.passes.pre_grad.decide.between_ranks import check_exchanges, check_gathers
-from te_inductor.passes.pre_grad.decide.invariance import check_invariance
 from te_inductor.passes.pre_grad.decide.report import report_sites
 from te_inductor.passes.pre_grad.decide.sites import (
     check_extras,
@@ -48,7 +49,7 @@ Pass = Callable[[Plan], None]
 _OPENED: tuple[Pass, ...] = (write_numbers, inline_attention, inline_contractions, match_attention)
 _FOUND: tuple[Pass, ...] = (match_sites, list_products)
 # What the recipes of the options decide, which may be asked again with other options, of copies of the sites.
-CHECK: tuple[Pass, ...] = (resolve_recipes, match_losses, check_sites, check_invariance)
+CHECK: tuple[Pass, ...] = (resolve_recipes, match_losses, check_sites)
 _WEIGHED: tuple[Pass, ...] = (*_FOUND, *CHECK, weigh_sites)
 _DECIDED: tuple[Pass, ...] = (check_gathers, check_exchanges, merge_sites, check_extras, report_sites, report_losses)
 FIND: tuple[Pass, ...] = (*_OPENED, *_FOUND)
@@ -78,3 +79,10 @@ TRACED: tuple[Pass, ...] = (
     rewrite_triples,
     rewrite_scattered_rows,
 )
+
+
+def under(options: Options, passes: Iterable[Pass]) -> Iterator[Pass]:
+    """Yields passes, with those in the places of some that an option puts there."""
+    instead = invariance.INSTEAD if options.batch_invariant else {}
+    for one in passes:
+        yield from instead.get(one, (one,))

@@ -56,6 +56,7 @@ class Precision:
     by_policy: bool = False  # named by a policy entry
     stored: bool = False  # its weight is stored in low precision, which is its recipe: there is nothing to rewrite
     learns: bool = False  # or each forward stores it, and it learns
+    in_order: bool = False  # its forward is summed in one order, also where it stays in high precision
 
 
 class _Placed:
@@ -106,6 +107,11 @@ class Candidate(_Placed):
     def low(self) -> bool:
         """Whether the site is to be rewritten."""
         return self.recipe is not None and self.refusal is None and not self.stored
+
+    @property
+    def replaced(self) -> bool:
+        """Whether an op of ours stands in its place, or its weight is one of ours."""
+        return self.low or self.stored or self.precision.in_order
 
     @property
     def delayed(self) -> DelayedScaling | None:

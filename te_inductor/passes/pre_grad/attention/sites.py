@@ -1,6 +1,6 @@
 """The pass that finds attention in a graph and decides how each place runs."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -27,7 +27,7 @@ from te_inductor.passes.pre_grad.attention.site import KERNELS, Attention, Atten
 from te_inductor.passes.pre_grad.attention.symbols import Symbols
 from te_inductor.passes.pre_grad.attention.trees import Writer
 from te_inductor.passes.pre_grad.plan import Plan
-from te_inductor.presentation.report import AttentionSite, Unmet
+from te_inductor.presentation.report import AttentionSite
 
 # From how many queries on FlexAttention is taken for a mask that torch's kernels take as a tensor, and from how many on
 # one call may wait for the device to learn that a mask hides nothing.
@@ -55,6 +55,11 @@ _CALLS = frozenset(
 
 def match_attention(plan: Plan) -> None:
     """Find attention, by torch's function or written by hand, and say what its mask is and which kernel computes it."""
+    find(plan, _decide)
+
+
+def find(plan: Plan, decide: Callable[[Attention, Inputs, Plan], None]) -> None:
+    """Finds attention and writes it down, each as `decide` would have it."""
     bodies = Bodies(plan.gm)
     inputs = Inputs(plan, bodies)
     reader = Reader(plan.writes.anywhere, bodies.outer, inputs.band, inputs.told)
@@ -66,7 +71,7 @@ def match_attention(plan: Plan) -> None:
             site = _of_call(node, reader) if node.target in _CALLS else _of_hand(node, reader, plan)
             if site is not None:
                 site.chosen = chosen and not site.by_hand
-                _decide(site, inputs, plan)
+                decide(site, inputs, plan)
                 if not site.is_changed:
                     _leave(site)
                 plan.attention.append(site)
@@ -80,7 +85,7 @@ def _of_call(node: fx.Node, reader: Reader) -> Attention:
     read = AttentionCall(node, q, k, v, call.get("attn_mask"), call.get("scale"), call.get("dropout_p", 0.0))
     read.causal = call.get("is_causal") is True
     site = Attention(read, module_path(node))
-    site.refusal = _shape_refusal(site, call)
+    site.refusal = shape_refusal(site, call)
     if site.refusal is not None:
         return site
     # A head that is broadcast is that of one group.
@@ -172,7 +177,8 @@ def _can_write(writer: Writer, mask: Mask) -> bool:
     return True
 
 
-def _shape_refusal(site: Attention, call: Mapping[str, Any]) -> Refusal | None:
+def shape_refusal(site: Attention, call: Mapping[str, Any]) -> Refusal | None:
+    """Why nothing is asked of a call with these arguments."""
     operands = [value(one) for one in (site.call.q, site.call.k, site.call.v) if is_tensor(one)]
     if len(operands) < 3 or any(one.dim() != 4 or one.is_nested for one in operands) or is_wrapped(site.call.node):
         return Refusal("its operands are not three tensors of (batch, heads, tokens, width)")
@@ -181,31 +187,8 @@ def _shape_refusal(site: Attention, call: Mapping[str, Any]) -> Refusal | None:
     return None
 
 
-def _order_refusal(site: Attention) -> Refusal | None:
-    """Why attention cannot be summed in one order: Note [One order of sums] in kernels/fixed_order.py."""
-    call = site.call
-    if site.by_hand:
-        return Refusal("attention is written by hand, expected F.scaled_dot_product_attention")
-    if call.dropout:
-        return Refusal("attention has a dropout of %s, expected 0", call.dropout)
-    refusal = _shape_refusal(site, {})
-    if refusal is not None:
-        return refusal
-    q, k, v = (value(node) for node in (call.q, call.k, call.v))
-    if not q.shape[0] == k.shape[0] == v.shape[0] or k.shape[1:3] != v.shape[1:3] or q.shape[1] % k.shape[1]:
-        sizes = ", ".join(str(tuple(one.shape)) for one in (q, k, v))
-        return Refusal("attention of q, k and v of sizes %s, expected one batch and heads in groups", sizes)
-    return None
-
-
 def _decide(site: Attention, inputs: Inputs, plan: Plan) -> None:
     """Decides which kernel computes it."""
-    if plan.options.batch_invariant:
-        site.refusal = _order_refusal(site)
-        site.kernel = "fixed" if site.refusal is None else site.kernel
-        if site.refusal is not None:
-            plan.outcome.report.unmet.append(Unmet("batch_invariant", site.fqn, str(site.refusal)))
-        return
     if plan.options.attention == "as_written":
         site.refusal = Refusal("option 'attention' is 'as_written'")
     if site.refusal is not None:

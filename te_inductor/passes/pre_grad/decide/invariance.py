@@ -4,18 +4,19 @@ there are, or on whether the graph trains.
 # Note [Rows by themselves]
 Four things make a row's numbers depend on what stands beside it, and each has its rule in one place:
 
-- **Casts.** A scale that other rows have a part in. `check_invariance` leaves layers in high precision whose input has
+- **Casts.** A scale that other rows have a part in. `check_order` leaves layers in high precision whose input has
   such scales, and says so. The size rule, which goes by M, is not asked, nor does a policy's function see M.
 - **Products.** All forward products of layers and of attention are summed in one order: Note [One order of sums] in
   kernels/fixed_order.py. Others are named: option 'batch_invariant' does not reach them.
 - **Reductions.** A norm's and a softmax's: on CUDA each row is summed by one program with one tile, whatever else its
-  kernel does (lowerings/choices.py); on a CPU element by element, by code without vectors and threads.
+  kernel does (lowerings/row_choices.py); on a CPU element by element, by code without vectors and threads.
 - **Rounding.** Inductor keeps what it fuses in fp32, and what it fuses depends on sizes and on what a backward saves.
   It is told to round each operator's result to its dtype, as eager code does, and to fuse no multiply and add.
 
 A loss is computed as the program wrote it: in chunks, logits would be rounded otherwise than those that an evaluation
 reads."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,11 +27,16 @@ from te_inductor.diagnostics import Refusal
 from te_inductor.errors import OptionError
 from te_inductor.passes.graph.module_path import module_path
 from te_inductor.passes.graph.values import value
+from te_inductor.passes.pre_grad.attention.inputs import Inputs
+from te_inductor.passes.pre_grad.attention.site import Attention
+from te_inductor.passes.pre_grad.attention.sites import find, match_attention, shape_refusal
+from te_inductor.passes.pre_grad.decide.sites import check_sites, weigh_sites
+from te_inductor.passes.pre_grad.loss.match import match_losses
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.passes.pre_grad.sites.tensor_parallel import TensorParallel
 from te_inductor.presentation.report import Unmet
-from te_inductor.recipes import Quantizer, Slots
+from te_inductor.recipes import Quantizer
 
 OPTION = "batch_invariant"
 # What Inductor is told; names that a release does not have are left out.
@@ -73,23 +79,49 @@ def inductor_options(options: Options) -> dict[str, object]:
     return {name: expected for name, expected in INDUCTOR.items() if name in known}
 
 
-def slots_of(slots: Slots, options: Options) -> Slots:
-    """The slots of a layer under these options."""
-    return slots.in_fixed_order if options.batch_invariant else slots
+def match_ordered_attention(plan: Plan) -> None:
+    """Find attention, and have its products summed in one order."""
+    find(plan, _decide_attention)
 
 
-def check_invariance(plan: Plan) -> None:
-    """Leaves layers in high precision whose casts make rows depend on each other, and names what is not summed in one
-    order."""
-    if not plan.options.batch_invariant:
-        return
+def _decide_attention(site: Attention, inputs: Inputs, plan: Plan) -> None:
+    site.refusal = _attention_refusal(site)
+    if site.refusal is None:
+        site.kernel = "fixed"
+    else:
+        plan.outcome.report.unmet.append(Unmet(OPTION, site.fqn, str(site.refusal)))
+
+
+def _attention_refusal(site: Attention) -> Refusal | None:
+    """Why attention cannot be summed in one order."""
+    call = site.call
+    if site.by_hand:
+        return Refusal("attention is written by hand, expected F.scaled_dot_product_attention")
+    if call.dropout:
+        return Refusal("attention has a dropout of %s, expected 0", call.dropout)
+    refusal = shape_refusal(site, {})
+    if refusal is not None:
+        return refusal
+    q, k, v = (value(node) for node in (call.q, call.k, call.v))
+    if not q.shape[0] == k.shape[0] == v.shape[0] or k.shape[1:3] != v.shape[1:3] or q.shape[1] % k.shape[1]:
+        sizes = ", ".join(str(tuple(one.shape)) for one in (q, k, v))
+        return Refusal("attention of q, k and v of sizes %s, expected one batch and heads in groups", sizes)
+    return None
+
+
+def check_order(plan: Plan) -> None:
+    """Has forwards summed in one order, leaves layers in high precision whose casts make rows depend on each other, and
+    names what is not summed so."""
     summed = set()
     for site in plan.candidates:
         if site.recipe is not None and site.refusal is None:
             site.refusal = _refusal(site)
             if site.refusal is not None:
                 site.precision = replace(site.precision, stored=site.stored and not site.precision.learns, learns=False)
-        why = None if site.low else _of_high(site)
+        slots, why = site.slots, None if site.low else _of_high(site)
+        if slots is not None:
+            slots = replace(slots, fprop=replace(slots.fprop, fixed_order=True, fast_accum=False))
+        site.precision = replace(site.precision, slots=slots, in_order=why is None)
         if why is None:
             summed.add(site.match.node)
         else:
@@ -147,6 +179,11 @@ def _of_high(site: Candidate) -> Refusal | None:
     return None
 
 
-def is_rewritten(site: Candidate, options: Options) -> bool:
-    """Whether a site in high precision is put into one order of sums."""
-    return options.batch_invariant and not site.low and not site.stored and OPTION not in site.unmet
+# What stands in the place of some passes. Those that have nothing there go by the number of rows, or have a loss round
+# logits otherwise than an evaluation reads them.
+INSTEAD: dict[Callable[[Plan], None], tuple[Callable[[Plan], None], ...]] = {
+    match_attention: (match_ordered_attention,),
+    match_losses: (),
+    check_sites: (check_sites, check_order),
+    weigh_sites: (),
+}

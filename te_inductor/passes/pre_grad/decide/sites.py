@@ -17,7 +17,6 @@ from te_inductor.passes.pre_grad.decide import (
     cached_weights,
     delayed,
     gemm_kernels,
-    invariance,
     memory_rule,
     merging,
     routers,
@@ -61,7 +60,6 @@ def resolve_recipes(plan: Plan) -> None:
             recipe, by_policy = between_ranks.recipe_of(candidate, recipe, weight), True
         if _region(candidate.place.regions).enabled:
             slots = None if recipe is None or recipe.of_stored_weights else recipe.slots_of(candidate.fqn)
-            slots = None if slots is None else invariance.slots_of(slots, plan.options)
             candidate.precision = Precision(recipe, slots, by_policy)
             if slots is not None and slots.has_own_backward:
                 candidate.match = candidate.match.having(OwnBackward(slots))
@@ -149,8 +147,6 @@ def _refusal_here(match: Match, plan: Plan, is_cpp: bool) -> Refusal | None:
 def weigh_sites(plan: Plan) -> None:
     """Sites that would be slower in low precision, or take more memory, stay as they are, unless the policy names them,
     or they are emulated, which is never faster and is asked for the sake of its numerics."""
-    if plan.options.batch_invariant:
-        return  # they go by the number of rows
     memory_rule.spare(plan)
     size_rule.weigh(plan)
     memory_rule.spare(plan)  # layers that the size rule left save nothing

@@ -22,8 +22,6 @@ LEAST_WORDS = 2**14
 
 def match_losses(plan: Plan) -> None:
     """Find losses whose logits nothing else reads, or nothing but the program, which does without them."""
-    if plan.options.batch_invariant:
-        return  # logits are those that an evaluation reads: Note [Rows by themselves]
     graph = plan.gm.graph
     sites = {site.match.node: site for site in plan.candidates}
     in_grad_mode = Bodies(plan.gm).in_grad_mode()

@@ -13,7 +13,7 @@ from te_inductor.ops import LayerSpec
 from te_inductor.passes.graph import regions
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.values import value
-from te_inductor.passes.pre_grad.decide import invariance, merging, transforms, weight_grads
+from te_inductor.passes.pre_grad.decide import merging, transforms, weight_grads
 from te_inductor.passes.pre_grad.decide.delayed import GroupsOf
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.rewrite import annotations, between_ranks, delayed, selective
@@ -49,11 +49,7 @@ def rewrite_sites(plan: Plan) -> None:
     """Replace what passed by `te_inductor.layers`; last first, as a match's input may be the node of an earlier
     match."""
     sites = [candidate for candidate in plan.candidates if candidate.low]
-    layers = {
-        candidate.match.node
-        for candidate in plan.candidates
-        if candidate.low or candidate.stored or invariance.is_rewritten(candidate, plan.options)
-    }
+    layers = {candidate.match.node for candidate in plan.candidates if candidate.replaced}
     for node, inlined in plan.products.inlined.items():
         if node not in layers:
             inlined.undo()
@@ -69,7 +65,7 @@ def rewrite_sites(plan: Plan) -> None:
     for candidate in reversed(plan.candidates):
         match = candidate.match
         if not candidate.low:
-            if invariance.is_rewritten(candidate, plan.options):
+            if candidate.precision.in_order:
                 candidate.rule.rewrite(match, _in_fixed_order)
             continue
         emit = functools.partial(_emit, candidate.slots, extras, gathers, stateful.get(candidate.recipe))  # type: ignore[arg-type]
