@@ -26,6 +26,8 @@ def measure(model: Decoder, batch: int, args: argparse.Namespace, exact: bool) -
     ids = torch.randint(0, args.words, (batch, args.tokens), device=args.device)
     every = torch.arange(args.keys, device=args.device)
     caches, place = model.caches(batch, args.keys), every[args.tokens - 1 : args.tokens].clone()
+    for cache in (cache for pair in caches for cache in pair):
+        torch._dynamo.mark_static_address(cache)  # CUDA graphs write it where it lies
     mask, last = every[None] <= place[:, None], ids[:, -1:].contiguous()
 
     def step() -> None:

@@ -14,7 +14,13 @@ from tests.losses import IGNORED, error, operands, reference
 
 pytestmark = pytest.mark.gpu
 
-LOSSES = (Loss(IGNORED), Loss(None, smoothing=0.1), Loss(3, smoothing=0.1, inner=1 / 3, outer=3.0))
+LOSSES = (
+    Loss(IGNORED),
+    Loss(None, smoothing=0.1),
+    Loss(3, smoothing=0.1, inner=1 / 3, outer=3.0),
+    Loss(IGNORED, sums=True),
+    Loss(None, outer=3.0, sums=True),
+)
 
 
 @pytest.mark.parametrize(("tokens", "words"), [(5, 37), (130, 200), (1, 16), (7, 513), (1000, 50257), (257, 128256)])
@@ -33,15 +39,16 @@ def test_kernels_do_what_plain_torch_does(tokens, words, loss, dtype):
         for row, value in ((1, torch.nan), (2, torch.inf), (3, -torch.inf)):
             logits[row, 0] = value
     plain, kernels = eager.Softmax(), SoftmaxKernels()
-    outs = [torch.full((tokens,), 7.0, device="cuda") for _ in range(2)]
-    sums, found = plain.losses(logits, labels, loss, outs[0]), kernels.losses(logits, labels, loss, outs[1])
-    torch.testing.assert_close(found, sums, rtol=1e-5, atol=1e-5, equal_nan=True)
+    outs, sums = ([torch.full((tokens,), 7.0, device="cuda") for _ in range(2)] for _ in range(2))
+    for one, out, of_rows in zip((plain, kernels), outs, sums, strict=True):
+        one.losses(logits, labels, loss, out, of_rows)
+    torch.testing.assert_close(sums[1], sums[0], rtol=1e-5, atol=1e-5, equal_nan=True)
     torch.testing.assert_close(outs[1], outs[0], rtol=1e-4, atol=1e-4, equal_nan=True)
     for element in (E5M2, E4M3):
         columns = [torch.full((words, tokens + 16), 7, dtype=torch.uint8, device="cuda") for _ in range(2)]
         views = [one.view(element.dtype)[:, 16:] for one in columns]
         rows = [
-            one.copies(logits, labels, loss, sums, element, True, view)
+            one.copies(logits, labels, loss, sums[0], element, True, view)
             for one, view in zip((plain, kernels), views, strict=True)
         ]
         for one, other in (rows, views):
@@ -52,7 +59,7 @@ def test_kernels_do_what_plain_torch_does(tokens, words, loss, dtype):
         assert all(one[:, :16].eq(7).all() for one in columns)
     copies = [logits.clone() for _ in range(2)]
     for one, copy in zip((plain, kernels), copies, strict=True):
-        one.gradients(copy, labels, loss, sums)
+        one.gradients(copy, labels, loss, sums[0])
     torch.testing.assert_close(copies[1], copies[0], rtol=1e-2, atol=1e-5, equal_nan=True)
 
 
@@ -60,8 +67,8 @@ def test_a_label_outside_of_the_vocabulary_is_not_a_number():
     from te_inductor.templates.triton.token_losses import SoftmaxKernels
 
     logits, labels = torch.randn(4, 64, device="cuda"), torch.tensor([0, 64, -5, 63], device="cuda")
-    out = torch.zeros(4, device="cuda")
-    sums = SoftmaxKernels().losses(logits, labels, LOSSES[0], out)
+    out, sums = torch.zeros(4, device="cuda"), torch.zeros(4, device="cuda")
+    SoftmaxKernels().losses(logits, labels, LOSSES[0], out, sums)
     SoftmaxKernels().gradients(logits, labels, LOSSES[0], sums)
     assert out.isnan().tolist() == logits.isnan().all(1).tolist() == [False, True, True, False]
 
@@ -71,9 +78,10 @@ class Head(nn.Module):
         super().__init__()
         self.head = nn.Linear(width, words, bias=bias, dtype=torch.bfloat16, device="cuda")
 
-    def forward(self, x, labels):
+    def forward(self, x, labels, z_loss=0.0):
         logits = self.head(x)
-        return F.cross_entropy(logits.float(), labels), logits
+        loss = F.cross_entropy(logits.float(), labels)
+        return loss + z_loss * logits.float().logsumexp(-1).square().mean() if z_loss else loss, logits
 
 
 @pytest.mark.parametrize("recipe", ["none", "current", "delayed", "rowwise", "block"])
@@ -108,6 +116,31 @@ def test_compiled_losses_are_those_of_float64(recipe, tokens, width, words, bias
     assert abs(loss.double() - wanted) <= 0.01 * wanted
     for one, other in zip((x, *model.parameters()), wide, strict=True):
         assert error(one.grad, other.grad) <= bound
+
+
+@pytest.mark.parametrize("recipe", ["none", "current", "delayed", "rowwise", "block"])
+def test_a_z_loss_is_that_of_float64(recipe):
+    torch.manual_seed(0)
+    x, weight, _, labels = operands(2048, 1024, 32000, torch.bfloat16, "cuda")
+    model = Head(1024, 32000, False)
+    with torch.no_grad():
+        model.head.weight.copy_(weight)
+    options = {"recipe": "none", "policy": {"*": recipe}, "logits": "omit"}
+    compiled = torch.compile(model, backend="te", options=options)
+    given = [x.requires_grad_(), model.head.weight]
+    for _ in range(2):
+        for one in given:
+            one.grad = None
+        loss, logits = compiled(x, labels, 0.01)
+        loss.backward()
+    assert type(logits).__name__ == "OmittedLogits"
+    wide = [one.detach().double().requires_grad_() for one in given]
+    exact = F.linear(*wide)
+    wanted = F.cross_entropy(exact, labels, ignore_index=IGNORED) + 0.01 * exact.logsumexp(-1).square().mean()
+    wanted.backward()
+    assert abs(loss.double() - wanted) <= 0.01 * wanted
+    for one, other in zip(given, wide, strict=True):
+        assert error(one.grad, other.grad) <= (2**-6 if recipe == "none" else 0.075)
 
 
 def test_cuda_graphs_and_memory(monkeypatch):
