@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor import config as inductor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal
 from te_inductor.kernels.cutlass_tiles import Kernel
+from te_inductor.kernels.problem import Program
 from te_inductor.passes.graph import regions, writes
 from te_inductor.passes.pre_grad.attention.site import Attention
 from te_inductor.passes.pre_grad.loss.reading import Reading
@@ -201,6 +203,14 @@ class Plan:
     def leaves(self) -> bool:
         """Whether the graph is that of a program that leaves this process."""
         return False
+
+    @property
+    def program(self) -> Program:
+        """What its products are part of."""
+        given = self.options.inductor
+        asked = any(given.get(name) for name in ("max_autotune", "max_autotune_gemm"))
+        cpp = self.leaves or bool(given.get("cpp_wrapper", inductor.cpp_wrapper))
+        return Program("max-autotune" in (self.options.mode or "") or asked, cpp, self.leaves)
 
     def path_of(self, parameter: fx.Node) -> str | None:
         """The name of a parameter, of a graph that names them itself."""

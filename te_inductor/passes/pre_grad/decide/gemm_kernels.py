@@ -3,10 +3,8 @@
 from typing import Any
 
 import torch
-from torch._inductor import config
 
 from te_inductor import targets
-from te_inductor.config import Options
 from te_inductor.kernels import eager, fp8_small_m, nvfp4_linear, written_out
 from te_inductor.kernels.family import Choice
 from te_inductor.kernels.problem import NOTHING, OUTPUT, Epilogue, Problem, Program, Sizes, Stored
@@ -22,10 +20,9 @@ def choose(
     slots: Slots,
     gemm: str,  # "fprop", "dgrad", "wgrad"
     shapes: tuple[Any, int, int],  # its (M, N, K)
-    options: Options,
+    program: Program,
     accumulates: bool = False,  # adds to a total in fp32
     turned: bool = False,  # a wgrad whose operands are in the other order
-    leaves: bool = False,  # as part of a program that leaves this process
 ) -> Choice:
     """What will run it."""
     constants: Gemm = getattr(slots, gemm)
@@ -37,7 +34,7 @@ def choose(
         constants.transposed if turned else constants,
         torch.float32 if accumulates else y.dtype,
         epilogue,
-        Program(_autotunes(options), leaves or is_cpp(options), leaves),
+        program,
         held=value(match.weight).dtype,
     )
     return select(problem)
@@ -49,10 +46,10 @@ def _sizes(match: Match, shapes: tuple[Any, int, int]) -> Sizes:
     return Sizes(m, n, k, None if match.groups is None else match.experts, at_most)
 
 
-def of_stored_weight(match: Match, recipe: Recipe | None, options: Options, leaves: bool = False) -> Choice:
+def of_stored_weight(match: Match, recipe: Recipe | None, program: Program) -> Choice:
     """What will run the forward GEMM with a weight that `quantize_` stored."""
     y = value(match.node)
-    target, sizes, program = targets.of(y.device), _sizes(match, match.sizes), Program(leaves=leaves)
+    target, sizes = targets.of(y.device), _sizes(match, match.sizes)
     if recipe is None:
         return Choice(written_out.FAMILY if target.is_gpu and match.groups is None else eager.FAMILY)
     if isinstance(recipe, NVFP4WeightOnly):
@@ -60,13 +57,13 @@ def of_stored_weight(match: Match, recipe: Recipe | None, options: Options, leav
         return select(Problem(target, sizes, nvfp4_linear.PREFILL, y.dtype, program=program, stored=stored))
     slots = recipe.slots()
     if match.groups is None:
-        return choose(match, slots, "fprop", match.sizes, options, leaves=leaves)
+        return choose(match, slots, "fprop", match.sizes, program)
     stored = Stored(slots.weight.element, y.dtype)
     return select(Problem(target, sizes, slots.fprop, y.dtype, program=program, stored=stored))
 
 
 def of_stored_gradient(
-    match: Match, recipe: Recipe | None, shapes: tuple[Any, int, int], options: Options, leaves: bool = False
+    match: Match, recipe: Recipe | None, shapes: tuple[Any, int, int], program: Program
 ) -> Choice | None:
     """What will run dgrad with such a weight: Note [dgrad through stored values]. None where it is in high precision."""
     if match.groups is not None or recipe is None or isinstance(recipe, NVFP4WeightOnly):
@@ -74,15 +71,4 @@ def of_stored_gradient(
     slots = recipe.slots()
     if slots.weight.granularity.blocked:
         return None
-    return choose(match, slots, "dgrad", shapes, options, leaves=leaves)
-
-
-def is_cpp(options: Options) -> bool:
-    """Whether generated code is C++."""
-    return bool(options.inductor.get("cpp_wrapper", config.cpp_wrapper))
-
-
-def _autotunes(options: Options) -> bool:
-    return "max-autotune" in (options.mode or "") or any(
-        options.inductor.get(name) for name in ("max_autotune", "max_autotune_gemm")
-    )
+    return choose(match, slots, "dgrad", shapes, program)

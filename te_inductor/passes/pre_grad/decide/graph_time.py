@@ -10,7 +10,6 @@ from torch.utils import _pytree as pytree
 from te_inductor import targets
 from te_inductor.passes.graph.operators import name
 from te_inductor.passes.graph.values import requires_grad
-from te_inductor.passes.pre_grad.decide import gemm_kernels
 from te_inductor.passes.pre_grad.decide.cast_costs import is_view
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.passes.pre_grad.sites.products import hint
@@ -35,7 +34,7 @@ def host(plan: Plan, rates: targets.Rates, more: int) -> float | None:
     not."""
     options = plan.options
     graphs = options.inductor.get("triton.cudagraphs", options.mode in _CUDA_GRAPHS or config.triton.cudagraphs)
-    if graphs or gemm_kernels.is_cpp(options):
+    if graphs or (plan.program.cpp_wrapper and not plan.leaves):
         return None
     return rates.host_launch * (LAUNCHES_OF_A_GEMM * sum(_gemms(product.node) for product in plan.products.all) + more)
 

@@ -98,17 +98,17 @@ def _kernel(
     plan: Plan, candidate: Candidate, gemm: str, shapes: tuple[Any, int, int], accumulates: bool, turned: bool
 ) -> tuple[str, Kernel | None]:
     """Its name, and what has to be built for it."""
-    match, options, choice = candidate.match, plan.options, None
+    match, choice = candidate.match, None
     if candidate.stored:
         if gemm == "fprop":
-            choice = gemm_kernels.of_stored_weight(match, candidate.recipe, options, plan.leaves)
+            choice = gemm_kernels.of_stored_weight(match, candidate.recipe, plan.program)
         elif gemm == "dgrad":
-            choice = gemm_kernels.of_stored_gradient(match, candidate.recipe, shapes, options, plan.leaves)
+            choice = gemm_kernels.of_stored_gradient(match, candidate.recipe, shapes, plan.program)
         return "high_precision" if choice is None else choice.name, None  # built where it is lowered
     if candidate.low and match.knows_gradient:
         return ("cublaslt" if targets.of(value(match.weight).device).is_gpu else "eager"), None
     if candidate.low and candidate.slots is not None:
-        choice = gemm_kernels.choose(match, candidate.slots, gemm, shapes, options, accumulates, turned, plan.leaves)
+        choice = gemm_kernels.choose(match, candidate.slots, gemm, shapes, plan.program, accumulates, turned)
         return choice.name, choice.kernel
     return "high_precision", None
 

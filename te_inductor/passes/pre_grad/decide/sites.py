@@ -16,7 +16,6 @@ from te_inductor.passes.pre_grad.decide import (
     between_ranks,
     cached_weights,
     delayed,
-    gemm_kernels,
     memory_rule,
     merging,
     routers,
@@ -88,7 +87,6 @@ def _region(regions: Sequence[Region | None]) -> Region:
 def check_sites(plan: Plan) -> None:
     """Ask each rule whether the site can run as it should; a refusal leaves the site in high precision."""
     bodies, transforms_of = Bodies(plan.gm), transforms.transforms_of(plan.gm)
-    is_cpp = gemm_kernels.is_cpp(plan.options) and not plan.leaves
     choosing = routers.of_groups((site.match for site in plan.candidates), {one.node for one in plan.products.all})
     for candidate in plan.candidates:
         match, weight = candidate.match, value(candidate.match.weight)
@@ -116,10 +114,10 @@ def check_sites(plan: Plan) -> None:
                 or next(
                     filter(None, (candidate.rule.check_slots(match, slots) for slots in candidate.slots.all())), None
                 )
-                or _refusal_here(match, plan, is_cpp)
+                or _refusal_here(match, plan)
             )
             if candidate.refusal is None:
-                candidate.emulated = candidate.rule.emulated(match, candidate.slots, plan.leaves)
+                candidate.emulated = candidate.rule.emulated(match, candidate.slots, plan.program)
         if candidate.low and candidate.delayed is not None:
             check_functions(candidate.delayed, weight.device)
             candidate.refusal = delayed.refusal(match, bodies, transforms_of.get(match.node))
@@ -140,7 +138,8 @@ def _is_plain(match: Match) -> bool:
     return not (match.transposed or match.parts or match.before or match.behind)
 
 
-def _refusal_here(match: Match, plan: Plan, is_cpp: bool) -> Refusal | None:
+def _refusal_here(match: Match, plan: Plan) -> Refusal | None:
+    is_cpp = plan.program.cpp_wrapper and not plan.leaves
     return match.first_refusal(lambda part: part.refuse_here(match, plan.writes, is_cpp))
 
 

@@ -81,9 +81,9 @@ class Grouped(Rule):
         blocked = slots.fprop.blocked and not slots.fprop.microscaled
         return requirements.block_sizes(slots, n, k) if blocked else None
 
-    def emulated(self, match: Match, slots: Slots, leaves: bool) -> Refusal | None:
+    def emulated(self, match: Match, slots: Slots, program: Program) -> Refusal | None:
         device, dtypes = value(match.weight).device, (value(match.node).dtype, value(match.weight).dtype)
-        target, sizes, program = targets.of(device), Sizes(*match.sizes, match.experts), Program(leaves=leaves)
+        target, sizes = targets.of(device), Sizes(*match.sizes, match.experts)
         problems = (
             Problem(target, sizes, gemm, dtypes[0], program=program, held=dtypes[1])
             for gemm in (slots.fprop, slots.dgrad, slots.wgrad)
@@ -91,7 +91,7 @@ class Grouped(Rule):
         )
         if all(select(problem).family is grouped_library.FAMILY for problem in problems):
             return None
-        why = Rule.emulated(self, match, slots, leaves)
+        why = Rule.emulated(self, match, slots, program)
         if why is not None or not slots.fprop.microscaled:
             return why
         return Refusal(

@@ -15,6 +15,7 @@ from torch import fx
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
 from te_inductor.distributed.parallel import Parallel
+from te_inductor.kernels.problem import Program
 from te_inductor.ops.layers.parts import is_turned
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.sites import requirements
@@ -196,9 +197,9 @@ class Rule:
         """What a recipe asks for beyond that."""
         return requirements.blocks(slots, value(match.weight), *match.sizes[1:])
 
-    def emulated(self, match: Match, slots: Slots, leaves: bool) -> Refusal | None:
-        """Why its GEMMs multiply in high precision what low precision holds, in a program that `leaves` the process or
-        one that does not; None where they do not."""
+    def emulated(self, match: Match, slots: Slots, program: Program) -> Refusal | None:
+        """Why its GEMMs multiply in high precision what low precision holds, as part of a program; None where they do
+        not."""
         return requirements.emulated(slots, value(match.weight).device)
 
     def rewrite(self, match: Match, emit: Emit) -> None:
