@@ -142,6 +142,7 @@ def test_nothing_is_stored_again_where_nothing_has_changed(monkeypatch):
     assert len(stored) == 3  # q, k and v have one scale
 
 
+@pytest.mark.traced  # a graph of Dynamo's has the stored weights themselves, which look where they are multiplied
 def test_graphs_of_a_stored_model_serve_a_view_too():
     """One class has one graph: the view's wrapper must be there though the stored model compiled it first."""
     model = Decoder()
