@@ -5,7 +5,9 @@ import random
 
 import pytest
 
-from tests.mutations import MUTATIONS, ROOT, place_of
+from tests.forked import ROOT
+from tests.mutations import MUTATIONS
+from tests.mutations.mutation import place_of
 from tests.rounds import sample
 
 
