@@ -31,7 +31,7 @@ slow-tests: $(VENV)/dev.done ## Run the quick tests and list the dearest by proc
 	$(BIN)/python -m pytest -p tests.cpu_time -m "not gpu and not gpu2 and not thorough" -n 2 --dist worksteal $(ARGS)
 
 test-all: $(VENV)/dev.done ## Run all tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu and not gpu2" --traced -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not gpu2" --whole -n 2 --dist worksteal $(ARGS)
 
 test-gpu: $(VENV)/dev.done ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)

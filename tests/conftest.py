@@ -21,15 +21,22 @@ from importlib import metadata
 
 import pytest
 
-from tests import unlogged
+from tests import hastened
 from tests.rounds import sample
 
 
 def pytest_addoption(parser):
     parser.addoption("--seed", type=int, default=0, help="random seed of every test; other seeds are other data")
-    parser.addoption("--traced", action="store_true", help="run through AOTAutograd what make test runs without it")
+    parser.addoption(
+        "--whole", action="store_true", help="AOTAutograd where make test goes without, and C++ that is optimized"
+    )
     parser.addoption("--cases", type=int, default=100, help="how many random models tests/backend/test_fuzz.py checks")
     parser.addoption("--compiled", type=int, default=0, help="and how many with generated code, half a minute each")
+
+
+def pytest_configure(config):
+    if config.getoption("--whole"):
+        os.environ[hastened.WHOLE] = "1"
 
 
 def pytest_report_header(config):
@@ -71,9 +78,9 @@ def pytest_collection():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def without_logs():
+def hastened_torch():
     with contextlib.ExitStack() as stack:
-        for patch in unlogged.patches():
+        for patch in hastened.patches():
             stack.enter_context(patch)
         yield
 
@@ -135,11 +142,11 @@ def without_codegen(request, monkeypatch):
 @pytest.fixture
 def without_tracing(request, without_codegen, monkeypatch):
     """Dynamo's graphs run as the package's passes rewrote them, each op by its eager kernel, the backward by autograd:
-    without AOTAutograd, which is most of what an uncompiled test costs. Tests marked `traced`, and with `--traced` all,
+    without AOTAutograd, which is most of what an uncompiled test costs. Tests marked `traced`, and with `--whole` all,
     run as under `without_codegen`; so do those marked `codegen`."""
     from te_inductor import compat
     from tests import uncompiled
 
     marked = any(request.node.get_closest_marker(name) for name in ("codegen", "traced"))
-    if not marked and not request.config.getoption("--traced"):
+    if not marked and not request.config.getoption("--whole"):
         monkeypatch.setattr(compat, "compile_fx", uncompiled.run_rewritten)

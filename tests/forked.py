@@ -5,7 +5,7 @@ server imports them once and forks itself for each program::
 
     SERVER.run("tests.offline.interpret", "graph.py", "inputs.pt", "outputs.pt")
 
-The server imports, leaves out torch's logs (tests/unlogged.py) and does nothing else, so that a program finds what it
+The server imports, leaves out of torch what tests/hastened.py does and does nothing else, so that a program finds what it
 would find in a new process: no compiled graph, no cache, no CUDA, no thread. Tests of the start of a process itself
 (imports, an edited package) start one.
 """
@@ -96,7 +96,7 @@ def serve(modules: list[str], libraries: list[str], warm: str) -> None:
     import ctypes
     import importlib
 
-    from tests import unlogged
+    from tests import hastened
 
     gc.disable()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -105,7 +105,7 @@ def serve(modules: list[str], libraries: list[str], warm: str) -> None:
         ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
     for name in modules:
         importlib.import_module(name)
-    for patch in unlogged.patches():
+    for patch in hastened.patches():
         patch.start()
     if warm:
         importlib.import_module(warm).warm()

@@ -79,7 +79,7 @@ def run(folder: Path, pytest: list[str]) -> str:
         "pytest",
         "-m",
         "not gpu",
-        "--traced",
+        "--whole",
         "-n",
         "2",
         f"--junit-xml={report}",

@@ -1,8 +1,12 @@
-"""What torch does for its logs, or again and again, left out of the tests' processes: a tenth of what tests that compile
-cost, a fourth of those that generate code.
+"""What torch does for its logs, for speed, or again and again, left out of the tests' processes: half of what tests that
+compile C++ cost, a fourth of those that generate code.
+
+Generated C++ is compiled without optimization, which takes a third of the time: a test's tensors are small. Inductor
+allows the compiler no arithmetic but IEEE's, so that results have the same bits. `--whole`, as in `make test-all`,
+compiles it as users do: a fault of the compiler's own shows there (docs/ledger/tests.md has one).
 
 Guards are timed with the processor's caches flushed, 24 ms a graph. Each graph is printed several times, and each fake
-mode reads the sources of its stack. Who sets TORCH_LOGS or TORCH_TRACE gets all of it.
+mode reads the sources of its stack. Who sets TORCH_LOGS or TORCH_TRACE gets all of that.
 
 Inductor makes its one handler of dtypes anew for each op that it writes. For C++ it asks sympy to simplify each index,
 50 ms of it, also the sums of products in which nothing is to be simplified.
@@ -15,11 +19,27 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+WHOLE = "TE_INDUCTOR_TESTS_WHOLE"  # is set under `--whole`, also for the processes of tests
+
 
 def patches() -> list[Any]:
-    """Patches of torch; none where somebody reads its logs."""
-    if "TORCH_LOGS" in os.environ or "TORCH_TRACE" in os.environ:
-        return []
+    """Patches of torch, in the processes of tests."""
+    chosen = [] if WHOLE in os.environ else [_without_optimization()]
+    return chosen if "TORCH_LOGS" in os.environ or "TORCH_TRACE" in os.environ else [*chosen, *_without_logs()]
+
+
+def _without_optimization() -> Any:
+    from torch._inductor.cpp_builder import BuildOptionsBase
+
+    given = BuildOptionsBase.get_cflags
+
+    def get_cflags(options: Any) -> list[str]:
+        return ["O0" if flag in ("O1", "O2", "O3") else flag for flag in given(options) if flag != "g1"]
+
+    return mock.patch.object(BuildOptionsBase, "get_cflags", get_cflags)
+
+
+def _without_logs() -> list[Any]:
     from torch import fx
     from torch._dynamo import guards
     from torch._inductor import sizevars
