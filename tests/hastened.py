@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-WHOLE = "TE_INDUCTOR_TESTS_WHOLE"  # is set under `--whole`, also for the processes of tests
+WHOLE = "WHOLE_TESTS"  # is set under `--whole`, also for the processes of tests
 
 
 def patches() -> list[Any]:
