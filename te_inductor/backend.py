@@ -41,6 +41,7 @@ from te_inductor.runtime import compiled_graphs
 from te_inductor.runtime.exporting import note_export
 from te_inductor.runtime.extra_inputs import bind
 from te_inductor.runtime.omitted_logits import leave_out
+from te_inductor.runtime.state import misfits
 from te_inductor.runtime.weights import cached_weights
 from te_inductor.runtime.weights.followed_weights import following
 from te_inductor.templates.cutlass import build
@@ -329,10 +330,11 @@ def _restore(originals: Mapping[fx.GraphModule, fx.Graph]) -> None:
 
 
 def reset() -> None:
-    """What `torch._dynamo.reset()` asks of a backend: forget the CUDA graphs recorded so far, and the copies of
-    weights."""
+    """What `torch._dynamo.reset()` asks of a backend: forget the CUDA graphs recorded so far, the copies of
+    weights, and which graphs a guard had compiled anew."""
     cached_weights.forget()
     compiled_graphs.forget()
+    misfits.forget()
     cudagraph_trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if cudagraph_trees is not None:
         cudagraph_trees.reset_cudagraph_trees()

@@ -181,7 +181,8 @@ OPTIONS = {
         ),
         _choices(
             "guard",
-            '"heal": the first call of each graph compiles two, and each call has the host read what the last one counted',
+            '"heal": the first call of each graph compiles two, and each call has the host read what the last one counted,'
+            " and a layer that is moved has its graph compiled anew",
             *("warn", "heal", "off"),
             not_of_programs="it is for delayed scaling, which keeps state",
         ),

@@ -205,8 +205,35 @@ def guard_kept_out(tensors: Sequence[str]) -> str:
 def guard_casts(tensors: Sequence[str]) -> str:
     """The text of the log about calls in which tensors are cast by their own amaxes."""
     return (
-        f"te_inductor guard: calls cast by own amaxes until scales suit again, as those of {_some(tensors)} did not; give"
-        " a layer that keeps coming back recipe 'rowwise', 'block' or 'none' by the option 'policy'"
+        f"te_inductor guard: calls cast by own amaxes until scales suit again, as those of {_some(tensors)} did not; a"
+        " layer that keeps coming back is moved to another recipe"
+    )
+
+
+def guard_moved(tensors: Sequence[str], recipe: str) -> str:
+    """The text of the log about layers that run by another recipe."""
+    return (
+        f"te_inductor guard: no scale of delayed scaling kept suiting {_some(tensors)}; the layers that read them run by"
+        f" recipe {recipe!r} from the next call on, or in high precision where that is refused. Their graph is compiled"
+        " anew for it, once, and te_inductor.state_dict saves it"
+    )
+
+
+def guard_stays(tensors: Sequence[str], why: str) -> str:
+    """The text of the warning about layers that a guard would move and cannot."""
+    return (
+        f"te_inductor: no scale of delayed scaling kept suiting {_some(tensors)}, and the layers that read them are"
+        f" not moved to another recipe, because {why} (said once); give these layers recipe 'rowwise', 'block' or 'none'"
+        " by the option 'policy'"
+    )
+
+
+def moved_elsewhere(fqns: Iterable[str], recipe: str) -> str:
+    """The text of the warning about layers that saved state says are moved, and that this graph does not."""
+    return (
+        f"te_inductor: the state that was loaded says that a guard had moved these layers to recipe {recipe!r}, and this"
+        f" graph runs them under delayed scaling: {shown(fqns)}; load it before the first call, compile with"
+        f" guard='heal', or give them recipe {recipe!r} by the option 'policy'"
     )
 
 

@@ -1,10 +1,10 @@
 """`te_inductor.state_dict` and `load_state_dict`: the state of delayed scaling, by module path.
 
-One quantizer has two entries, and a third, of two counts, where a guard heals::
+One quantizer has two entries, and a third where a guard heals::
 
     layers.0.mlp.gate_proj.input.scale          ()                   the factor before the cast
     layers.0.mlp.gate_proj.input.amax_history   (amax_history_len,)  slot 0: recorded since the last update; newest last
-    layers.0.mlp.gate_proj.input.guard          (2,)                 steps kept out of the history, steps by own amaxes
+    layers.0.mlp.gate_proj.input.guard          (3,)                 steps kept out, steps by own amaxes, 1 if moved
 
 and stands under the name of the parameter whose linear layer it serves, without a last `weight`, in the slots `input`,
 `weight` and `grad_output`. Sites that read one tensor share its quantizer, and layers that run as one GEMM share all of
@@ -216,8 +216,10 @@ def _checked(key: str, field: str, value: object) -> Tensor:
         raise StateError(f"{key} is {value.tolist()!r:.80}, expected one positive number that fp32 can invert")
     if field == "amax_history" and (copy.dim() != 1 or not len(copy)):
         raise StateError(f"{key} has shape {tuple(value.shape)}, expected (amax_history_len,)")
-    if field == ACTS and (copy.shape != (2,) or bool((copy < 0).any())):
-        raise StateError(f"{key} is {value.tolist()!r:.80}, expected two counts of steps")
+    if field == ACTS and (copy.shape != (3,) or bool((copy < 0).any())):
+        raise StateError(
+            f"{key} is {value.tolist()!r:.80}, expected two counts of steps, and 1 where layers were moved"
+        )
     if field == "amax_history" and bool((copy < 0).any()):
         raise StateError(f"{key} holds {copy.min().item():.6g}, expected magnitudes")
     return copy.reshape(()) if field == "scale" else copy

@@ -60,15 +60,17 @@ def statistics(
 
 def _of_state(model: nn.Module) -> Iterator[SlotStatistics]:
     """Reads the state of all quantizers of a model with one copy from each device."""
-    found: list[tuple[str, Key, QuantizerState]] = []
+    found: list[tuple[str, Key, QuantizerState, str | None]] = []
     for parameter, names in parameters_of(model):
         quantizers = store.quantizers_of(parameter)
         by_site = {key.site: key for key in quantizers}  # of several recipes, that of the last compile
         places = sorted(places_of(by_site, names).items(), key=lambda one: order_of(one[0]))
-        found += [(name_of(place, names).rpartition(".")[0], key, quantizers[key]) for place, key in places]
-    counts, values = counts_of({state for _, _, state in found}), _values([state for _, _, state in found])
-    for fqn, key, state in found:
-        yield _slot(fqn, key, values[state], counts.get(state))
+        moved = store.MOVED_TO if store.is_moved(parameter) else None
+        found += [(name_of(place, names).rpartition(".")[0], key, quantizers[key], moved) for place, key in places]
+    states = [state for _, _, state, _ in found]
+    counts, values = counts_of(set(states)), _values(states)
+    for fqn, key, state, moved in found:
+        yield replace(_slot(fqn, key, values[state], counts.get(state)), moved=moved)
 
 
 @torch.no_grad()

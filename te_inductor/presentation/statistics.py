@@ -53,6 +53,7 @@ class SlotStatistics:
     )
     counts: StepCounts | None = None
     sample: SampleLoss | None = None
+    moved: str | None = None  # the recipe to which a guard has moved the layer; scale and counts are of before
 
     @property
     def misfits(self) -> int:
@@ -121,6 +122,7 @@ _COLUMNS = (
     Column("jumps", right=True, optional=True),
     Column("own", right=True, optional=True),
     Column("kept out", right=True),
+    Column("moved to", whole=True),
     Column("error", right=True),
     Column("saturated", right=True),
     Column("flushed", right=True),
@@ -154,6 +156,7 @@ def _rows(slots: Sequence[SlotStatistics], details: bool) -> Iterator[tuple[str,
             _number(min, [one.scale for one in group]),
             _number(min, [one.headroom for one in group], ".1f"),
             *(_number(max, [getattr(one.counts, field, None) for one in group], "d") for field in _COUNTED),
+            next((one.moved for one in group if one.moved), ""),
             *(_number(max, [getattr(one.sample, field, None) for one in group], ".2%") for field in _SAMPLED),
         )
         last = name

@@ -5,19 +5,21 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import te_inductor
 from te_inductor import statistics
-from te_inductor.errors import StateError
+from te_inductor.errors import FallbackWarning, StateError
 from te_inductor.recipes import DelayedScaling
-from te_inductor.runtime.state import state_inputs
+from te_inductor.runtime.state import misfits, state_inputs
 from tests.backend.delayed_programs import te
 from tests.ranks import told_by
 
 pytestmark = pytest.mark.usefixtures("without_tracing")
 RECIPE = DelayedScaling(amax_history_len=8)
 RANKS = "faulty outlier,faulty change"
-told = told_by("tests.backend.guard_ranks", 2, RANKS)
+MOVED = "moved"
+told = told_by("tests.backend.guard_ranks", 2, f"{RANKS},{MOVED}")
 
 
 class Trained:
@@ -41,6 +43,47 @@ class Trained:
     @property
     def history(self) -> list[float]:
         return te_inductor.state_dict(self.layer)["input.amax_history"].tolist()
+
+
+class Alternating:
+    """Two layers, of which the first has a channel that keeps changing its magnitude, also in a copy of the model."""
+
+    def __init__(self, guard: str = "heal", **options) -> None:
+        torch.manual_seed(1)
+        self.layer = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+        with torch.no_grad():
+            self.layer[0].weight[:, 0] = 0.0  # so that no other tensor changes
+        self.run = te(self.layer, **{"recipe": RECIPE, "fallback": "silent", "guard": guard} | options)
+
+    @staticmethod
+    def batch(step: int) -> torch.Tensor:
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+        return torch.cat([x[:, :1] * (1e6 if step % 3 else 1.0), x[:, 1:]], 1)
+
+    def steps(self, begin: int, end: int) -> list[torch.Tensor]:
+        """Losses, and then gradients of the last one."""
+        losses = []
+        for step in range(begin, end):
+            self.layer.zero_grad()
+            loss = self.run(self.batch(step)).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        return [*losses, *(p.grad for p in self.layer.parameters())]
+
+    @property
+    def moved(self) -> list[str]:
+        return [f"{one.fqn}.{one.slot}" for one in statistics(self.layer).slots if one.moved]
+
+
+@pytest.fixture
+def compiles():
+    """Returns how many graphs Dynamo has compiled in the test."""
+    counted = torch._dynamo.utils.counters["stats"]
+    before = counted["unique_graphs"]
+    return lambda: counted["unique_graphs"] - before
+
+
+LOOKED = 32 + 16  # calls: behind the last of these a guard decides for the first time
 
 
 def outlier(x):
@@ -121,21 +164,21 @@ def test_what_was_done_is_saved():
     for one in (x, x, outlier(x), x):
         trained.step(one)
     saved, before = te_inductor.state_dict(trained.layer), trained.slot.counts
-    assert saved["input.guard"].tolist() == [1, before.own]
+    assert saved["input.guard"].tolist() == [1, before.own, 0]
     assert not any("guard" in key for key in te_inductor.state_dict(Trained("warn").layer))
     other = Trained("heal")
     te_inductor.load_state_dict(other.layer, saved)
-    assert te_inductor.state_dict(other.layer)["input.guard"].tolist() == [1, before.own]
+    assert te_inductor.state_dict(other.layer)["input.guard"].tolist() == [1, before.own, 0]
     other.step(x)
     assert (other.slot.counts.kept_out, other.slot.counts.own) == (1, before.own)
     for _ in range(2):  # in place, what is running is counted from what was saved on
         te_inductor.load_state_dict(trained.layer, saved)
-        assert te_inductor.state_dict(trained.layer)["input.guard"].tolist() == [1, before.own]
+        assert te_inductor.state_dict(trained.layer)["input.guard"].tolist() == [1, before.own, 0]
         trained.step(x)
     without = {key: value for key, value in saved.items() if not key.endswith("guard")}
     assert te_inductor.load_state_dict(trained.layer, without) == ([], [])
     with pytest.raises(StateError, match="two counts"):
-        te_inductor.load_state_dict(trained.layer, saved | {"input.guard": torch.ones(3)})
+        te_inductor.load_state_dict(trained.layer, saved | {"input.guard": torch.ones(2)})
 
 
 def test_a_graph_without_gradients_is_left_alone():
@@ -155,3 +198,83 @@ def test_ranks_do_the_same(case, told):
     assert first == second
     assert first["kept out"] == (1 if case == "faulty outlier" else 2) and first["own"] > first["own before"]
     assert (max(first["history"]) < 10) == (case == "faulty outlier")
+
+
+def test_a_layer_that_keeps_failing_is_moved(compiles):
+    """The model behind the decision runs as under a policy that names the other recipe, bit for bit, after one compile.
+    What is saved says so to another process."""
+    trained = Alternating()
+    trained.steps(0, LOOKED - 1)
+    assert (trained.moved, compiles()) == ([], 1)
+    trained.steps(LOOKED - 1, LOOKED)
+    assert trained.moved == ["0.input", "0.weight", "0.grad_output"] and compiles() == 1
+    saved = te_inductor.state_dict(trained.layer)
+    assert [key for key in saved if key.endswith("guard") and saved[key][2]] == ["0.input.guard"]
+
+    others = {how: Alternating(**options) for how, options in {
+        "policy": {"policy": {"0": "rowwise"}}, "resumed": {}, "resumed and warned": {"guard": "warn"},
+    }.items()}  # fmt: skip
+    losses = trained.steps(LOOKED, LOOKED + 6)
+    assert compiles() == 2 and len(trained.moved) == 3  # not again, though its counts are as they were
+    for how, other in others.items():
+        te_inductor.load_state_dict(other.layer, saved)
+        found = other.steps(LOOKED, LOOKED + 6)
+        assert all(map(torch.equal, losses, found)), how
+        assert te_inductor.state_dict(other.layer)["0.input.guard"].tolist() == saved["0.input.guard"].tolist(), how
+    again = Alternating()
+    again.steps(0, 2)
+    before = compiles()
+    te_inductor.load_state_dict(again.layer, saved)  # in place: it moves, and back
+    assert all(map(torch.equal, losses, again.steps(LOOKED, LOOKED + 6))) and compiles() == before
+    te_inductor.load_state_dict(again.layer, saved | {"0.input.guard": torch.zeros(3)})
+    again.steps(0, 1)
+    assert compiles() == before and again.moved == []  # graphs that were compiled serve it
+
+
+def test_what_does_not_move(compiles):
+    """A spike, a change that stays, and what a guard does not heal."""
+    x = torch.randn(32, 64)
+    trained = Trained("heal")
+    for step in range(LOOKED + 1):
+        trained.step(outlier(x) if step == 8 else x * (1.0 if step < 20 else 300.0))
+    warned = Alternating("warn")
+    warned.steps(0, LOOKED + 1)
+    assert trained.slot.counts.kept_out == 3 and compiles() == 2
+    assert trained.slot.moved is None and warned.moved == []
+
+
+def test_layers_that_cannot_be_moved_are_named_once(monkeypatch, compiles):
+    """A process compiles so many graphs anew, and a graph that has no guard on moves does not follow loaded state."""
+    monkeypatch.setattr(misfits, "MOST_GRAPHS", 0)
+    trained = Alternating(fallback="warn")
+    with pytest.warns(FallbackWarning) as caught:
+        trained.steps(0, LOOKED + 33)
+    texts = [str(one.message) for one in caught if "not moved to another recipe" in str(one.message)]
+    assert len(texts) == 1 and "0.input" in texts[0] and trained.moved == [] and compiles() == 1
+    state = te_inductor.state_dict(trained.layer) | {"0.weight.guard": torch.tensor([0.0, 0.0, 1.0])}
+    loaded = Alternating("warn", fallback="warn")
+    loaded.steps(0, 1)
+    te_inductor.load_state_dict(loaded.layer, state)
+    with pytest.warns(FallbackWarning, match="runs them under delayed scaling: 0; load it before"):
+        loaded.steps(1, 2)
+
+
+def test_a_checkpoint_around_a_compiled_layer_keeps_its_recipe():
+    """Its backward calls the graph again, which has to be that of the forward."""
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 64)
+    run = te(layer, recipe=RECIPE, fallback="warn", guard="heal")
+    with pytest.warns(FallbackWarning) as caught:
+        for step in range(LOOKED + 1):
+            x = Alternating.batch(step).requires_grad_()
+            checkpoint(run, x, use_reentrant=False).square().mean().backward()
+    stays = "because a checkpoint around the compiled module runs its forward again"
+    assert [stays in str(one.message) for one in caught].count(True) == 1
+    assert statistics(layer).slots[0].moved is None
+
+
+def test_ranks_move_at_the_same_call(told):
+    """The outliers are one rank's alone."""
+    first, second = told[MOVED]
+    assert first == second and first["graphs"] == 2
+    assert first["moved"] == [False] * (8 + 4) + [True] * 8

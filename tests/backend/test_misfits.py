@@ -127,7 +127,7 @@ def test_the_host_does_not_wait(monkeypatch):
             return arrived[0]
 
     monkeypatch.setattr(misfits, "_behind", lambda tensor: (copies.append(tensor), Event())[1])
-    watch = Watch([torch.tensor([[5, 1, 0, 4, *[0] * 5]], dtype=torch.int32)])
+    watch = Watch([torch.tensor([[5, 1, 0, 4, *[0] * 6]], dtype=torch.int32)])
     assert [watch.look() for _ in range(3)] == [None] * 3 and len(copies) == 1
     arrived[0] = True
     assert watch.look() == [Misfits(steps=5, cut=1, coarse=0, first=4)]

@@ -76,6 +76,18 @@ MUTATIONS = [
         "losses = losses + coarse",
         ("tests/backend/test_misfits.py",),
     ),
+    Mutation(
+        "a layer that keeps failing is moved in this process alone",
+        "self.earlier, self.moved = (kept_out, own), bool(moved)",
+        "self.earlier, self.moved = (kept_out, own), False",
+        ("tests/backend/test_guard.py",),
+    ),
+    Mutation(
+        "Dynamo does not ask whether a guard has moved a layer",
+        "return store.is_moved(parameter) is expected",
+        "return True",
+        ("tests/backend/test_guard.py",),
+    ),
     # merged layers
     Mutation(
         "strides that were traced do not keep layers apart",

@@ -56,6 +56,7 @@ class Precision:
     recipe: Recipe | None = None
     slots: Slots | None = None  # the recipe's, for this site
     by_policy: bool = False  # named by a policy entry
+    moved: bool = False  # its recipe is the one to which a guard has moved it
     stored: bool = False  # its weight is stored in low precision, which is its recipe: there is nothing to rewrite
     learns: bool = False  # or each forward stores it, and it learns
     in_order: bool = False  # its forward is summed in one order, also where it stays in high precision

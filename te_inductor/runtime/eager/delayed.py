@@ -24,6 +24,7 @@ FP32_TINY = torch.finfo(torch.float32).tiny  # a smaller scale has no finite rec
 FP32_MAX = torch.finfo(torch.float32).max
 JUMP = 16.0  # by a larger factor one update seldom moves a scale
 PATIENCE = 2  # steps in a row that an outlier is kept out of the history
+FAILURE = 16  # steps that end with a scale that suits, by which one that does not is forgotten
 
 
 def read_scales(scales: list[Tensor]) -> list[Tensor]:
@@ -71,7 +72,7 @@ def update_scales(
         jumps = (old != 1) & ((scale > JUMP * old) | (scale * JUMP < old))  # 1: it had none
         others = nonfinite, jumps, torch.full_like(jumps, own), entering != amax
         cut, coarse = _misfit(amax, scale, update)
-        _count_misfits(misfits, *_misfit(amax, old, update), own, others, cut | coarse)
+        _count_misfits(misfits, *_misfit(amax, old, update), own, others, cut | coarse, update.heals)
     rolled = torch.cat([torch.zeros_like(history[:, :1]), history[:, 2:], history[:, :1]], 1)[:, : history.shape[1]]
     rest = torch.cat([torch.zeros_like(history[:, :1]), history[:, 1:]], 1)
     torch._foreach_copy_(
@@ -88,16 +89,18 @@ def _misfit(amax: Tensor, scale: Tensor, update: ScaleUpdate) -> tuple[Tensor, T
 
 
 def _count_misfits(
-    misfits: Tensor, cut: Tensor, coarse: Tensor, own: bool, others: Sequence[Tensor], unsuited: Tensor
+    misfits: Tensor, cut: Tensor, coarse: Tensor, own: bool, others: Sequence[Tensor], unsuited: Tensor, heals: bool
 ) -> None:
-    steps, cuts, losses, first, *counted, in_a_row = misfits.unbind(1)
+    steps, cuts, losses, first, *counted, failing, in_a_row = misfits.unbind(1)
     steps = steps + 1
     if not own:
         first = torch.where((first == 0) & (cut | coarse), steps, first)
         cuts, losses = cuts + cut, losses + coarse
     counted = [count + new for count, new in zip(counted, others, strict=True)]
     in_a_row = torch.where(unsuited, in_a_row + 1, 0)
-    _without_version(misfits).copy_(torch.stack([steps, cuts, losses, first, *counted, in_a_row], 1))
+    if heals:
+        failing = torch.where(unsuited, failing + FAILURE, (failing - 1).clamp(min=0))
+    _without_version(misfits).copy_(torch.stack([steps, cuts, losses, first, *counted, failing, in_a_row], 1))
 
 
 def reduces(update: ScaleUpdate) -> bool:

@@ -32,7 +32,29 @@ With ``options={"guard": "heal"}`` three more things happen.
 
 Ranks may hear of a misfit a call apart, and then cast one step differently; both graphs reduce the same amaxes. Where a
 graph exchanges tensors with other ranks both have to run one form (Note [Ranks that choose]), and only the first of the
-three happens. What was done is counted, logged when it begins, and saved: `te_inductor.state_dict`."""
+three happens. What was done is counted, logged when it begins, and saved: `te_inductor.state_dict`.
+
+# Note [Layers that a guard moves]
+A tensor whose magnitude keeps changing has no scale that suits, and makes all of its graph cast by own amaxes ever again.
+So a guard that heals moves the layers that read it to a recipe without history, whose scales are of rows, so that an
+outlier takes along its own row alone: `MOVED_TO` of store.py. Where that is refused the layers run in high precision.
+
+- When: the device adds 16 to a level for each step that ends with a scale that would not have suited, and takes 1 away for
+  each other step. At 256 the tensor keeps failing: in more than one step of 17, and in 16 at least. An outlier, and a
+  change that stays, fail in a few steps.
+- Which: the mark is on the tensor's state, which all layers that share it have. Layers of one GEMM stay one.
+- How: a compile asks each parameter whether some state of it is marked, or what waits to be loaded. Where a guard heals
+  Dynamo asks that of each parameter at each call, and compiles anew where the answer has changed, so that loading state
+  moves layers too, or back. No step waits: the compile is that of the call behind the decision.
+- Ranks: each decides alone, all alike. Levels follow from amaxes that ranks have reduced, and every 32 calls each rank has
+  them copied behind the work of the same call, and reads that copy 16 calls later, when it has long arrived. A graph that
+  exchanges tensors with other ranks moves nothing: not all of these ranks need reduce an amax.
+- What else moves nothing: a call in a checkpoint, whose backward would compute another graph; weights that FSDP2 gathers
+  in FP8; and what Dynamo was told not to guard.
+- How often: what a run compiles anew for this is at most `MOST_GRAPHS` graphs, each for all tensors that fail by then.
+  Copies of one block that run one graph, and fail in one tensor, share the new graph as well. Dynamo keeps eight graphs of
+  a function and runs what comes behind them uncompiled, hence few, so that evaluation and another batch size have theirs.
+  Then the user is told."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -41,10 +63,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_inductor.runtime.eager.delayed import FAILURE
 from te_inductor.runtime.state.store import QuantizerState
 from te_inductor.tensor_tables import TensorTable
 
 _OFTEN, _SELDOM = 16, 16  # calls, of which each is preceded by a look; between looks, then
+_ROUND = 32  # calls from one decision about layers that keep failing to the next
+_FAILING = 16 * FAILURE  # the level at which they do
+MOST_GRAPHS = 3  # that one process compiles anew
 
 
 class Misfits(NamedTuple):
@@ -58,12 +84,41 @@ class Misfits(NamedTuple):
     jumps: int = 0  # those that moved the scale by a factor of more than 16
     own: int = 0  # those that cast by own amaxes
     kept_out: int = 0  # those whose amax was kept out of the history
+    failing: int = 0  # the level of a tensor that keeps failing; of a guard that heals
     in_a_row: int = 0  # how many up to the last one ended with a scale that would not have suited them
 
 
 COUNTS = len(Misfits._fields)  # of each quantizer
-_OWN = Misfits._fields.index("own")  # and behind it what was kept out
+_ACTS = slice(Misfits._fields.index("own"), Misfits._fields.index("failing") + 1)
 ACTS = "guard"  # the entry of saved state that tells what a guard has done
+
+
+@dataclass
+class _Reading:
+    """Counts on their way to the host."""
+
+    copies: list[Tensor] = field(default_factory=list)  # on the host, one of each
+    events: list[Any] | None = None  # of CUDA, behind the copies that are on their way
+
+    @torch.no_grad()
+    def begin(self, counts: Sequence[Tensor]) -> None:
+        """Asks for copies behind the device's other work."""
+        if not self.copies:
+            with torch.inference_mode(False):
+                self.copies = [torch.empty_like(one, device="cpu", pin_memory=one.is_cuda) for one in counts]
+        for copy, one in zip(self.copies, counts, strict=True):
+            copy.copy_(one, non_blocking=True)
+        self.events = [event for one in counts if (event := _behind(one)) is not None]
+
+    def take(self, wait: bool = False) -> list[Misfits] | None:
+        """The counts of all quantizers, one update's behind another's; None where none were asked for, or, unless it is
+        to `wait`, have arrived."""
+        if self.events is None or not (wait or all(event.query() for event in self.events)):
+            return None
+        for event in self.events if wait else ():
+            event.synchronize()
+        self.events = None
+        return [Misfits(*row) for copy in self.copies for row in copy.tolist()]
 
 
 @dataclass
@@ -76,46 +131,46 @@ class Watch:
     heals: bool = False  # Note [A guard that heals]
     is_unsuited: bool = False  # whether the last step that the host knows of ended with scales that do not suit
     sizes: tuple[int, ...] = ()  # of the inputs of the last call
-    _kept_out: list[int] = field(default_factory=list)  # how often, of each row, by the last look
+    told_of_sizes: bool = False
+    _told_kept_out: set[int] = field(default_factory=set)  # the places of what was logged
+    _told_unsuited: set[int] = field(default_factory=set)
+    said_stays: bool = False  # that what keeps failing cannot be moved
     _calls: int = 0
-    _copies: list[Tensor] = field(default_factory=list)  # on the host, one of each
-    _there: list[Any] | None = None  # CUDA events behind the copies that are on their way
+    _newest: _Reading = field(default_factory=_Reading)  # of any call
+    _agreed: _Reading = field(default_factory=_Reading)  # of the same call on all ranks
 
     def look(self) -> list[Misfits] | None:
         """The counts of all quantizers, one update's behind another's, if a copy has arrived; asks for one when it is
         time. Called once a call."""
         self._calls += 1
-        if self._there is None and (self.heals or self._calls <= _OFTEN or self._calls % _SELDOM == 0):
-            self._copy()
-        if self._there is None or not all(event.query() for event in self._there):
-            return None
-        self._there = None
-        return [Misfits(*row) for copy in self._copies for row in copy.tolist()]
+        if self._newest.events is None and (self.heals or self._calls <= _OFTEN or self._calls % _SELDOM == 0):
+            self._newest.begin(self.counts)
+        return self._newest.take()
+
+    def failing(self) -> list[int]:
+        """The places of tensors that keep failing, once a round of calls; called behind each look. The same on all ranks
+        that reduce amaxes."""
+        turn = self._calls % _ROUND
+        if turn == 0:
+            self._agreed.begin(self.counts)
+        rows = self._agreed.take(wait=True) if turn == _ROUND // 2 else None
+        return [i for i, row in enumerate(rows or ()) if row.failing >= _FAILING]
 
     def note(self, rows: Sequence[Misfits]) -> tuple[list[int], list[int]]:
-        """Takes what a look has found. Returns the places of tensors whose outliers were kept out since the last one, and
-        of those that did not suit their scales where they have begun to."""
-        before = self._kept_out or [0] * len(rows)
-        kept_out = [place for place, row in enumerate(rows) if row.kept_out > before[place]]
-        unsuited = [place for place, row in enumerate(rows) if row.in_a_row]
-        began = unsuited if unsuited and not self.is_unsuited else []
-        self.is_unsuited, self._kept_out = bool(unsuited), [row.kept_out for row in rows]
-        return kept_out, began
+        """Takes what a look has found. Returns the places of tensors whose outliers were kept out, and of those whose
+        scales did not suit them, each where that has not been returned before."""
+        self.is_unsuited = any(row.in_a_row for row in rows)
+        kept_out = {place for place, row in enumerate(rows) if row.kept_out} - self._told_kept_out
+        unsuited = {place for place, row in enumerate(rows) if row.in_a_row} - self._told_unsuited
+        self._told_kept_out |= kept_out
+        self._told_unsuited |= unsuited
+        return sorted(kept_out), sorted(unsuited)
 
     def note_sizes(self, sizes: tuple[int, ...]) -> bool:
         """Whether a call's inputs are at least twice, or at most half, as large as those of the call before."""
         before, self.sizes = self.sizes, sizes
         pairs = zip(before, sizes, strict=True) if len(before) == len(sizes) else ()
         return any(a >= 2 * b or b >= 2 * a for a, b in pairs if a != b)
-
-    @torch.no_grad()
-    def _copy(self) -> None:
-        if not self._copies:
-            with torch.inference_mode(False):
-                self._copies = [torch.empty_like(one, device="cpu", pin_memory=one.is_cuda) for one in self.counts]
-        for copy, one in zip(self._copies, self.counts, strict=True):
-            copy.copy_(one, non_blocking=True)
-        self._there = [event for one in self.counts if (event := _behind(one)) is not None]
 
 
 _watches: TensorTable[dict[str, Watch]] = TensorTable()  # by a parameter, then by what is updated together
@@ -155,11 +210,29 @@ def counts_of(states: Collection[QuantizerState]) -> dict[QuantizerState, Misfit
 
 def acts_of(states: Collection[QuantizerState]) -> dict[QuantizerState, dict[str, Tensor]]:
     """What guards that heal have done to these quantizers, also before they were loaded, as an entry of saved state:
-    (2,) fp32, the steps whose amax was kept out of the history, and those that cast by own amaxes."""
+    (3,) fp32, the steps whose amax was kept out of the history, those that cast by own amaxes, and whether it was
+    moved."""
     healed = {state for known in _watches.values() for one in known.values() if one.heals for state in one.states}
     found = counts_of(healed.intersection(states))
-    pairs = {state: [counts.kept_out, counts.own] for state, counts in found.items() if state in healed}
-    return {state: {ACTS: torch.tensor(pair, dtype=torch.float32, device="cpu")} for state, pair in pairs.items()}
+    acts = {state: [one.kept_out, one.own, state.moved] for state, one in found.items() if state in healed}
+    return {state: {ACTS: torch.tensor(each, dtype=torch.float32, device="cpu")} for state, each in acts.items()}
+
+
+_graphs: set[tuple[str, ...]] = set()  # that were compiled anew, by their tensors and those moved
+
+
+def has_room(tensors: Sequence[str], moved: Sequence[str]) -> bool:
+    """Whether a graph with these tensors may be compiled anew without some: Note [Layers that a guard moves]."""
+    graph = (*tensors, "without", *moved)
+    if graph not in _graphs and len(_graphs) == MOST_GRAPHS:
+        return False
+    _graphs.add(graph)
+    return True
+
+
+def forget() -> None:
+    """Forgets the graphs that were compiled anew, as Dynamo forgets them."""
+    _graphs.clear()
 
 
 @torch.no_grad()
@@ -169,8 +242,8 @@ def restart_acts(loaded: QuantizerState) -> None:
         rows = [row for counts in watch.counts for row in counts.unbind()]
         for place, (state, row) in enumerate(zip(watch.states, rows, strict=True)):
             if state is loaded:
-                row[_OWN : _OWN + 2] = 0
-                watch._kept_out[place : place + 1] = [0] * bool(watch._kept_out)
+                row[_ACTS] = 0
+                watch._told_kept_out.discard(place)
 
 
 def _behind(tensor: Tensor) -> Any:

@@ -20,8 +20,11 @@ from te_inductor.diagnostics import (
     GUARD_RESIZED,
     guard_casts,
     guard_kept_out,
+    guard_moved,
+    guard_stays,
     log,
     misfitting,
+    moved_elsewhere,
     say,
     without_amaxes,
     without_state,
@@ -32,12 +35,14 @@ from te_inductor.distributed.amax_groups import AmaxGroup, several_ranks
 from te_inductor.distributed.decisions import FormChoice, choice_of
 from te_inductor.runtime.extra_inputs import ExtraInputs, GraphCall
 from te_inductor.runtime.state import resumed
-from te_inductor.runtime.state.misfits import Misfits, Watch, watch_of
+from te_inductor.runtime.state.misfits import MOST_GRAPHS, Misfits, Watch, has_room, watch_of
 from te_inductor.runtime.state.store import (
     LOCK,
+    MOVED_TO,
     Key,
     QuantizerState,
     has_history,
+    move,
     moves,
     note_history,
     shared_state,
@@ -121,6 +126,7 @@ class StateInputs(ExtraInputs):
     exchanging: list[StateReader] = field(default_factory=list)  # of layers that exchange tensors with other ranks
     groups: set[AmaxGroup] = field(default_factory=set)  # of these ranks
     updated: list[list[StateInput]] = field(default_factory=list)  # the quantizers of each update, which counts misfits
+    stays: str = ""  # why a guard can move none of its layers
     first_calls: int = 0  # first steps for which no code was generated
     _found: TensorGroups[_FoundStates] = field(default_factory=TensorGroups)  # by the parameters
     _said_again: bool = False
@@ -170,6 +176,9 @@ class StateInputs(ExtraInputs):
             for q, state in recorded if is_first and self.fallback != "silent" else ():
                 for reader in q.readers if not state.has_history else ():
                     resumed.note_new(self._parameter(reader, inputs), q.site)
+            late = [q.site for q, state in zip(self.quantizers, states, strict=True) if state.moved]
+            if late and not (self.heals and not self.stays):
+                say(moved_elsewhere(late, MOVED_TO), self.fallback)
             said, checkpoints = (False, WeakSet()) if found is None else (found.said, found.checkpoints)
             choice, loads = self._choice(inputs), sum(state.loads for state in states)
             watch = self._watch(states, inputs)
@@ -225,23 +234,49 @@ class StateInputs(ExtraInputs):
             self._note_misfits(watch, counts)
         if not watch.heals or not watch.counts:
             return False
+        if self.heals and (failing := watch.failing()):
+            self._move(watch, failing)
         resized = watch.note_sizes(tuple([one.numel() for one in inputs if type(one) is Tensor]))
-        if resized:
+        if resized and not watch.told_of_sizes:
+            watch.told_of_sizes = True
             log.warning("%s", GUARD_RESIZED)
         return resized or watch.is_unsuited
 
     def _note_misfits(self, watch: Watch, counts: Sequence[Misfits]) -> None:
         """Say once a model which scales did not suit their tensors, as soon as the host knows; log what the guard
         does."""
-        names = [f"{q.site or '(root)'}.{q.readers[0].key.site.slot}" for q in itertools.chain(*self.updated)]
+        names = self._names
         if watch.heals:
-            kept_out, began = watch.note(counts)
-            for text, places in ((guard_kept_out, kept_out), (guard_casts, began)):
+            for text, places in zip((guard_kept_out, guard_casts), watch.note(counts), strict=True):
                 if places:
                     log.warning("%s", text([names[place] for place in places]))
         if not watch.told and self.fallback != "silent" and any(one.first for one in counts):
             watch.told = True
             say(misfitting(zip(names, counts, strict=True)), "warn")  # no error: it is of what was run, not of how
+
+    def _move(self, watch: Watch, failing: Sequence[int]) -> None:
+        """Moves the layers of tensors that keep failing, or says once why not: Note [Layers that a guard moves]."""
+        tensors = [self._names[place] for place in failing]
+        states = [watch.states[place] for place in failing]
+        stays = self.stays
+        if self.exchanging:
+            stays = "its graph exchanges tensors with other ranks"
+        elif compat.checkpoint_of_call()[0] is not None:
+            stays = "a checkpoint around the compiled module runs its forward again"
+        elif any(state.moved for state in states):  # and this graph runs still
+            stays = "Dynamo does not ask the guard that has its graph compiled anew"
+        if not stays and has_room(self._names, tensors):
+            move(states)
+            log.warning("%s", guard_moved(tensors, MOVED_TO))
+        elif not watch.said_stays:
+            watch.said_stays = True
+            why = stays or f"{MOST_GRAPHS} graphs were compiled anew for others"
+            say(guard_stays(tensors, why), "silent" if self.fallback == "silent" else "warn")
+
+    @functools.cached_property
+    def _names(self) -> list[str]:
+        """What messages call the quantizers that updates count."""
+        return [f"{q.site or '(root)'}.{q.readers[0].key.site.slot}" for q in itertools.chain(*self.updated)]
 
     def _choice(self, inputs: Sequence[Any]) -> FormChoice | None:
         if not self.exchanging:

@@ -42,6 +42,7 @@ class QuantizerState:
     asked: int = 0  # how many of those there were when the device was last asked
     loads: int = 0  # how often it was loaded
     earlier: tuple[int, int] = (0, 0)  # what a guard had done when it was saved: `misfits.acts_of`
+    moved: bool = False  # whether a guard has moved the layers to `MOVED_TO`
 
     def tensors(self) -> dict[str, Tensor]:
         return {"amax": self.amax, "scale": self.scale, "history": self.history}
@@ -65,20 +66,21 @@ class QuantizerState:
         history = self.history.detach().clone()
         history[0] = self.amax
         saved = {"scale": self.scale.detach().clone(), "amax_history": history}
-        if any(self.earlier):
-            saved["guard"] = torch.tensor(self.earlier, dtype=torch.float32, device="cpu")
+        if any(self.earlier) or self.moved:
+            saved["guard"] = torch.tensor([*self.earlier, self.moved], dtype=torch.float32, device="cpu")
         return saved
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """Loads in place: compiled graphs and CUDA graphs hold these tensors."""
-        global _moves
+        global _moves, _any_moved
         _moves += 1  # calls look again
         self.has_history, self.recordings, self.asked = not _lacks_history(saved), 0, 0
         self.loads += 1
         if "guard" in saved:
-            kept_out, own = map(int, saved["guard"].tolist())
-            self.earlier = kept_out, own
+            kept_out, own, moved = map(int, saved["guard"].tolist())
+            self.earlier, self.moved = (kept_out, own), bool(moved)
+            _any_moved = _any_moved or self.moved
         if "scale" in saved:
             self.scale.copy_(saved["scale"])
         if "amax_history" in saved:
@@ -91,7 +93,7 @@ class QuantizerState:
     def copy(self) -> "QuantizerState":
         with torch.inference_mode(False), torch.no_grad():
             amax, scale, history = (tensor.clone() for tensor in (self.amax, self.scale, self.history))
-        return QuantizerState(amax, scale, history, self.has_history)
+        return QuantizerState(amax, scale, history, self.has_history, moved=self.moved)
 
     def join(self, saved: Mapping[str, Tensor]) -> None:
         """Makes it as if this quantizer had also seen what another one saw, whose state this is."""
@@ -125,6 +127,8 @@ _states: TensorTable[dict[Key, QuantizerState]] = TensorTable()
 _loaded: TensorTable[dict[StateSite, dict[str, Tensor]]] = TensorTable()
 _of_shards: TensorTable[dict[Key, QuantizerState]] = TensorTable()  # until the parameter is gathered first
 _moves = 0
+MOVED_TO = "rowwise"  # Note [Layers that a guard moves] in misfits.py
+_any_moved = False  # whether some layer of this process may have been
 
 # Held while state is made, joined, loaded or handed on, so that two threads never make two states of one quantizer.
 # Reentrant: loading a parameter may hand on state.
@@ -195,6 +199,27 @@ def _of_site(
     return {other: found[other] for other in likely}, alone
 
 
+def move(states: Collection[QuantizerState]) -> None:
+    """Marks quantizers whose layers run by another recipe from their next compile on."""
+    global _any_moved
+    _any_moved = True
+    for state in states:
+        state.moved = True
+
+
+def any_moved() -> bool:
+    """Whether any layer of this process may have been moved."""
+    return _any_moved
+
+
+def is_moved(parameter: Tensor) -> bool:
+    """Whether a guard has moved the layers of a parameter, here or in the run whose state waits to be loaded."""
+    if not _any_moved:
+        return False
+    waiting = (saved["guard"][2] for saved in loaded_of(parameter).values() if "guard" in saved)
+    return any(state.moved for state in _states.get(parameter, {}).values()) or any(waiting)
+
+
 def moves() -> int:
     """Changes whenever a quantizer gets other tensors than it had."""
     return _moves
@@ -245,8 +270,10 @@ def loaded_of(parameter: Tensor) -> dict[StateSite, dict[str, Tensor]]:
 def keep(parameter: Tensor, site: StateSite, saved: Mapping[str, Tensor]) -> None:
     """Let loaded values wait for the quantizer to be made."""
     with LOCK:
+        global _any_moved
         when_replaced(_inherit)
         _loaded.setdefault(parameter, {}).setdefault(site, {}).update(saved)
+        _any_moved = _any_moved or "guard" in saved
 
 
 def take_from_shards() -> None:

@@ -82,6 +82,7 @@ def _updater(length: int, most_recent: bool, own: bool, heals: bool) -> Launcher
         JUMP=delayed.JUMP,
         COUNTS=COUNTS,
         PATIENCE=delayed.PATIENCE,
+        FAILURE=delayed.FAILURE,
         num_warps=4,
     )
 
@@ -100,7 +101,20 @@ def collect_amaxes(table, out, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def count_misfit(counts, recorded, amax, scale, following, jumps, kept_out, least, most, OWN: tl.constexpr):
+def count_misfit(
+    counts,
+    recorded,
+    amax,
+    scale,
+    following,
+    jumps,
+    kept_out,
+    least,
+    most,
+    OWN: tl.constexpr,
+    HEALS: tl.constexpr,
+    FAILURE: tl.constexpr,
+):
     """Counts for one quantizer, whose counts are int32: the fields of `Misfits`."""
     steps = tl.load(counts) + 1
     tl.store(counts, steps)
@@ -109,7 +123,10 @@ def count_misfit(counts, recorded, amax, scale, following, jumps, kept_out, leas
     tl.store(counts + 6, tl.load(counts + 6) + OWN)
     tl.store(counts + 7, tl.load(counts + 7) + kept_out)
     unsuited = (amax * following > most) | ((amax > 0) & (amax * following < least))
-    tl.store(counts + 8, tl.where(unsuited, tl.load(counts + 8) + 1, 0))
+    if HEALS:
+        failing = tl.load(counts + 8)
+        tl.store(counts + 8, tl.where(unsuited, failing + FAILURE, tl.maximum(failing - 1, 0)))
+    tl.store(counts + 9, tl.where(unsuited, tl.load(counts + 9) + 1, 0))
     if not OWN:
         cut = (amax * scale > most).to(tl.int32)
         coarse = ((amax > 0) & (amax * scale < least)).to(tl.int32)
@@ -139,6 +156,7 @@ def update_each(
     COUNTS: tl.constexpr,
     HEALS: tl.constexpr,
     PATIENCE: tl.constexpr,
+    FAILURE: tl.constexpr,
 ):
     """One quantizer a program."""
     which = tl.program_id(0)
@@ -166,7 +184,8 @@ def update_each(
     if misfits is not None:
         jumps = ((old != 1) & ((scale > JUMP * old) | (scale * JUMP < old))).to(tl.int32)
         kept_out = (entering != amax).to(tl.int32)
-        count_misfit(misfits + COUNTS * which, recorded, amax, old, scale, jumps, kept_out, least, most, OWN)
+        counts = misfits + COUNTS * which
+        count_misfit(counts, recorded, amax, old, scale, jumps, kept_out, least, most, OWN, HEALS, FAILURE)
     rolled = tl.where((place > 0) & (place == LENGTH - 1), entering, moved)
     tl.store(history_at + place, tl.where(entering > 0, rolled, kept), mask=place < LENGTH)
     tl.store(scale_at, scale)

@@ -1,7 +1,7 @@
 """What delayed scaling asks of a site: that it can keep state, and the ranks over which its quantizers reduce their
 amaxes, Note [Amax groups]."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,10 @@ from te_inductor.distributed.amax_groups import OWN, AmaxGroup
 from te_inductor.distributed.parallel import Parallel
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.owners import owner_of
+from te_inductor.passes.pre_grad.plan import Candidate
 from te_inductor.passes.pre_grad.sites.rule import Match
-from te_inductor.recipes import DelayedScaling
+from te_inductor.recipes import DelayedScaling, Recipe, resolve
+from te_inductor.runtime.state import store
 from te_inductor.runtime.state.state_inputs import StateReader
 
 
@@ -31,6 +33,40 @@ def refusal(match: Match, bodies: Bodies, transforms: str | None) -> Refusal | N
     if owner is None:
         return Refusal("delayed scaling keeps its state with a parameter, and the weight comes from none")
     return None
+
+
+def parameter_of(match: Match, bodies: Bodies, examples: Sequence[Any]) -> tuple[fx.Node | None, Tensor | None]:
+    """The parameter of a site with which state is kept, as a node and as it is; None where there is none."""
+    owner = owner_of(match.weight, bodies)
+    parameter = None if owner is None else bodies.held(owner.parameter, examples)
+    return None if owner is None else owner.parameter, parameter if isinstance(parameter, Tensor) else None
+
+
+def is_moved(match: Match, bodies: Bodies, examples: Sequence[Any]) -> bool:
+    """Whether a guard has moved a site to another recipe: Note [Layers that a guard moves]."""
+    parameter = parameter_of(match, bodies, examples)[1]
+    return parameter is not None and store.is_moved(parameter)
+
+
+def instead_of(recipe: Recipe) -> Recipe | None:
+    """The recipe of a site that a guard has moved; its backward is as it was."""
+    found = resolve(store.MOVED_TO)
+    return None if found is None else found.with_backward(recipe.backward)
+
+
+def guard_on_moves(sites: Iterable[Candidate], bodies: Bodies, examples: Sequence[Any]) -> bool:
+    """Have Dynamo compile anew where a guard moves a layer, or state is loaded that says so. False where it cannot be
+    asked."""
+    asked = [site for site in sites if (site.low and site.delayed) or site.precision.moved]
+    nodes = {parameter_of(site.match, bodies, examples)[0]: site.precision.moved for site in asked}
+    return all(
+        node is not None and compat.guard_on_tensor(node, partial(_is_moved, moved), "te_inductor_is_moved")
+        for node, moved in nodes.items()
+    )
+
+
+def _is_moved(expected: bool, parameter: Tensor) -> bool:
+    return store.is_moved(parameter) is expected
 
 
 class GroupsOf:

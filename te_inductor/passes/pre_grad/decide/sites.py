@@ -29,10 +29,11 @@ from te_inductor.passes.pre_grad.sites import requirements
 from te_inductor.passes.pre_grad.sites.own_backward import OwnBackward
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.presentation.report import Unmet
-from te_inductor.recipes import Recipe
+from te_inductor.recipes import DelayedScaling, Recipe
 from te_inductor.recipes.backward_precision import resolve_backward
 from te_inductor.recipes.regions import Region, active
 from te_inductor.runtime.eager.delayed import check_functions
+from te_inductor.runtime.state.store import any_moved
 
 
 def resolve_recipes(plan: Plan) -> None:
@@ -41,11 +42,16 @@ def resolve_recipes(plan: Plan) -> None:
     default = recipes.resolve(plan.options.recipe)
     backward = resolve_backward(plan.options.backward, plan.options.called("backward"))
     policy = Policy(plan.options.policy, plan.options.recipe_called("policy"))
+    bodies = Bodies(plan.gm) if any_moved() else None
     for candidate in plan.candidates:
         sizes = (None, *candidate.match.sizes[1:]) if plan.options.batch_invariant else candidate.match.sizes
         entry = policy.of(candidate.place.names, sizes)
         weight = compat.shard_of(value(candidate.match.weight))
         recipe, by_policy = _recipe(candidate, entry, default), entry is not None
+        moved = False
+        if bodies is not None and isinstance(recipe, DelayedScaling):
+            moved = delayed.is_moved(candidate.match, bodies, plan.inputs)
+            recipe = delayed.instead_of(recipe) if moved else recipe
         recipe = None if recipe is None else recipe.with_backward(backward)
         if recipe is not None and recipe.of_stored_weights and recipe.backward is not None:
             candidate.unmet["backward"] = Refusal("its gradient goes straight through the cast of its weight")
@@ -59,7 +65,7 @@ def resolve_recipes(plan: Plan) -> None:
             recipe, by_policy = between_ranks.recipe_of(candidate, recipe, weight), True
         if _region(candidate.place.regions).enabled:
             slots = None if recipe is None or recipe.of_stored_weights else recipe.slots_of(candidate.fqn)
-            candidate.precision = Precision(recipe, slots, by_policy)
+            candidate.precision = Precision(recipe, slots, by_policy, moved=moved)
             if slots is not None and slots.has_own_backward:
                 candidate.match = candidate.match.having(OwnBackward(slots))
     for site in plan.products.unlowered:

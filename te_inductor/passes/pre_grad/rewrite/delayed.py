@@ -170,6 +170,8 @@ class DelayedSites:
         of_x = self._quantizer(match, weight, "input")
         # A gathered weight was cast before the call, and has its state there.
         of_weight = None if is_gathered(match.weight) else self._quantizer(match, weight, "weight")
+        if of_weight is None:
+            self.inputs.stays = "FSDP2 gathers weights of its graph in FP8"
         of_both = self._known(of_weight, graph) if of_weight else []
         known, more = {"input": self._known(of_x, graph)}, dict[str, Any]()
         if of_both and not gathered:

@@ -14,7 +14,7 @@ from te_inductor.passes.graph import regions
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.decide import merging, transforms, weight_grads
-from te_inductor.passes.pre_grad.decide.delayed import GroupsOf
+from te_inductor.passes.pre_grad.decide.delayed import GroupsOf, guard_on_moves
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.rewrite import annotations, between_ranks, delayed, selective
 from te_inductor.passes.pre_grad.rewrite.extras import (
@@ -174,11 +174,13 @@ def _delayed_sites(
     for site in sites:
         if site.delayed is not None:
             by_recipe.setdefault(site.delayed, []).append((site.module, site.match))
+    bodies = Bodies(plan.gm)
+    asks = plan.options.guard == "heal" and guard_on_moves(plan.candidates, bodies, plan.inputs)
     if not by_recipe:
         return {}
     state = StateInputs(plan.options.fallback, plan.options.guard, dict(plan.gm.named_parameters()))
+    state.stays = "" if asks else "nothing can have its graph compiled anew"
     plan.outcome.extra_inputs.append(state)
-    bodies = Bodies(plan.gm)
     groups = GroupsOf(plan.gm.graph, plan.options, plan.inputs, state.held)
     return {
         recipe: delayed.DelayedSites(bodies, state, recipe, found, merged, extras.keeps, groups, plan.writes)
