@@ -19,7 +19,7 @@ LOSSES = (
     Loss(None, smoothing=0.1),
     Loss(3, smoothing=0.1, inner=1 / 3, outer=3.0),
     Loss(IGNORED, sums=True),
-    Loss(None, outer=3.0, sums=True),
+    Loss(None, inner=1 / 3, outer=3.0, sums=True),
 )
 
 
