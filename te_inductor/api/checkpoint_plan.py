@@ -130,10 +130,7 @@ def _held(model: nn.Module) -> list[HeldTensor]:
     """What the model's state_dict would have."""
     found: dict[int, HeldTensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        buffers = {key: one for key, one in module._buffers.items() if key not in module._non_persistent_buffers_set}
-        for key, tensor in {**module._parameters, **buffers}.items():
-            if tensor is None:
-                continue
+        for key, tensor in quantization.state_of(module).items():
             held = found.setdefault(id(tensor), HeldTensor(tensor))
             whole = f"{path}.{key}".strip(".")  # a name that only its adapters and wrappers make another is one more
             held.names += [

@@ -110,12 +110,8 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
 
 def _of_program(program: Program, options: Options) -> Program:
     plan = plan_of(program, options)
-    found = run_passes(plan, pre_grad.EXPORTED)
-    announce(found, options.fallback)
-    if found.failure is not None:
+    if not _is_rewritten(plan, pre_grad.EXPORTED):
         return program
-    for node in plan.gm.graph.nodes:
-        node.meta.pop("example_value", None)
     before, after = (pytree.arg_tree_leaves(*graph.output_node().args) for graph in (program.graph, plan.gm.graph))
     for node, made in zip(before, after, strict=True):
         if isinstance(node, fx.Node):
@@ -135,13 +131,18 @@ def _of_program(program: Program, options: Options) -> Program:
 
 def _of_graph(gm: fx.GraphModule, options: Options, parameters: Any) -> fx.GraphModule:
     plan = plan_of(gm, options, parameters)
-    found = run_passes(plan, pre_grad.TRACED)
-    announce(found, options.fallback)
+    return plan.gm if _is_rewritten(plan, pre_grad.TRACED) else gm
+
+
+def _is_rewritten(plan: Plan, passes: Sequence[pre_grad.Pass]) -> bool:
+    """Runs passes, and says whether none has failed."""
+    found = run_passes(plan, passes)
+    announce(found, plan.options.fallback)
     if found.failure is not None:
-        return gm
+        return False
     for node in plan.gm.graph.nodes:
         node.meta.pop("example_value", None)
-    return plan.gm
+    return True
 
 
 def _deep_copied(gm: fx.GraphModule) -> fx.GraphModule:

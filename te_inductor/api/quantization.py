@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from te_inductor import config, recipes
 from te_inductor.api.options import Policy as OptionPolicy
 from te_inductor.config import Fallback
-from te_inductor.diagnostics import Refusal, say
+from te_inductor.diagnostics import Refusal
 from te_inductor.errors import OptionError, wrong_type
 from te_inductor.ops import stored_experts
 from te_inductor.ops.stored_weight import StoredWeight, as_parameter, kind_of, show_stored, store
 from te_inductor.passes.pre_grad.decide.policy import Policy
 from te_inductor.passes.pre_grad.sites import requirements
-from te_inductor.presentation.paths import HIDDEN, grouped, names_of, without_wrappers
+from te_inductor.presentation.paths import grouped, names_of, without_wrappers
 from te_inductor.presentation.progress import progress
 from te_inductor.recipes import Recipe
 from te_inductor.recipes.weight_only import fused
@@ -113,9 +113,7 @@ def quantize_(
     options = config.parse({"policy": policy or {}, "fallback": fallback})
     policies = Policy(options.policy)
     chosen, said = chosen_weights(model, policies, recipes.resolve(recipe), _refusal)
-    said += [f"te_inductor: policy entry {name!r} matches no linear layer{HIDDEN}" for name in policies.unused]
-    if said:
-        say("\n".join(said), options.fallback)
+    policies.tell(said, options.fallback)
     _replace(chosen)
     return model
 
@@ -174,6 +172,12 @@ def adapters_of(model: nn.Module) -> set[nn.Module]:
         if isinstance(base, nn.Module):
             found |= {*module.modules()} - {module, *base.modules()}
     return found
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors that a module's state_dict has, without those of the modules in it."""
+    kept = {key: one for key, one in module._buffers.items() if key not in module._non_persistent_buffers_set}
+    return {key: one for key, one in {**module._parameters, **kept}.items() if one is not None}
 
 
 def is_router(path: str, parent: nn.Module) -> bool:

@@ -20,11 +20,10 @@ from te_inductor.api.quantization import (
     unwrapped,
 )
 from te_inductor.config import Fallback
-from te_inductor.diagnostics import say
 from te_inductor.errors import OptionError, StoredWeightError, wrong_type
 from te_inductor.ops.stored_weight import StoredWeight, show_stored
 from te_inductor.passes.pre_grad.decide.policy import Policy
-from te_inductor.presentation.paths import HIDDEN, layer_path
+from te_inductor.presentation.paths import layer_path
 from te_inductor.recipes import Recipe
 from te_inductor.runtime.weights import followed_weights
 from te_inductor.runtime.weights.followed_weights import FollowedWeights
@@ -67,9 +66,7 @@ def rollout(
     policies, default = Policy(options.policy), recipes.resolve(recipe)
     view, source_of = _view(model)
     chosen, said = chosen_weights(view, policies, default, of_form)
-    said += [f"te_inductor: policy entry {name!r} matches no linear layer{HIDDEN}" for name in policies.unused]
-    if said:
-        say("\n".join(said), options.fallback)
+    policies.tell(said, options.fallback)
     _store(chosen, source_of)
     _share(source_of)
     return view

@@ -17,6 +17,7 @@ from te_inductor.api.quantization import (
     chosen_weights,
     multiplied_as_one,
     of_structure,
+    state_of,
     unwrapped,
 )
 from te_inductor.api.written_checkpoints import CheckpointWriter, StoredTensor, writer_of
@@ -150,10 +151,8 @@ def _names(model: nn.Module) -> dict[Tensor, str]:
     for path, module in model.named_modules():
         if module in beside:
             continue
-        kept = {key: one for key, one in module._buffers.items() if key not in module._non_persistent_buffers_set}
-        for key, tensor in {**module._parameters, **kept}.items():
-            if tensor is not None:
-                names.setdefault(tensor, layer_path(f"{path}.{key}"))
+        for key, tensor in state_of(module).items():
+            names.setdefault(tensor, layer_path(f"{path}.{key}"))
     return names
 
 

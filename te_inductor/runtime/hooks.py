@@ -11,32 +11,29 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-_checks: dict[Callable[[Optimizer], None], None] = {}
-_told: dict[Callable[[Optimizer], None], None] = {}
+_Listener = Callable[[Optimizer], None]
+_before: dict[_Listener, None] = {}
+_after: dict[_Listener, None] = {}
 
 
-def check_before_each(check: Callable[[Optimizer], None]) -> None:
+def check_before_each(check: _Listener) -> None:
     """Call `check(optimizer)` before every optimizer's step from now on. What it raises keeps the step from running."""
-    if not _checks:
-        register_optimizer_step_pre_hook(_run)
-    _checks[check] = None
+    _add(check, _before, register_optimizer_step_pre_hook)
 
 
-def _run(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for check in list(_checks):
-        check(optimizer)
-
-
-def tell_after_each(listener: Callable[[Optimizer], None]) -> None:
+def tell_after_each(listener: _Listener) -> None:
     """Call `listener(optimizer)` after every optimizer's step from now on."""
-    if not _told:
-        register_optimizer_step_post_hook(_tell)
-    _told[listener] = None
+    _add(listener, _after, register_optimizer_step_post_hook)
 
 
-def _tell(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for listener in list(_told):
-        listener(optimizer)
+def _add(listener: _Listener, listeners: dict[_Listener, None], register: Callable[..., Any]) -> None:
+    def run(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for one in list(listeners):
+            one(optimizer)
+
+    if not listeners:
+        register(run)
+    listeners[listener] = None
 
 
 _calling: set[Callable[[Tensor, Tensor], None]] = set()

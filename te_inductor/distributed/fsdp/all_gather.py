@@ -13,13 +13,13 @@ from torch import nn
 from te_inductor import config, recipes, targets
 from te_inductor.api.quantization import DTYPES, is_router
 from te_inductor.compat.fsdp import ShardedParameter, sharded_parameters
-from te_inductor.diagnostics import Refusal, say
+from te_inductor.diagnostics import Refusal
 from te_inductor.distributed.fsdp.rounds import Rounds, Weight
 from te_inductor.distributed.fsdp.scales import KINDS
 from te_inductor.errors import GatherError, OptionError, RecipeError, wrong_type
 from te_inductor.passes.pre_grad.decide.policy import Policy
 from te_inductor.passes.pre_grad.sites import requirements
-from te_inductor.presentation.paths import HIDDEN, grouped, names_of, without_wrappers
+from te_inductor.presentation.paths import grouped, names_of, without_wrappers
 from te_inductor.recipes import DelayedScaling, Float8RowwiseScaling, Recipe
 from te_inductor.runtime.hooks import tell_after_each
 
@@ -61,10 +61,7 @@ def low_precision_all_gather(
     shards = list(sharded_parameters(model))
     _check_model(shards)
     weights, said = _chosen(model, shards, policies, default)
-    unmatched = f"matches no linear layer that FSDP2 shards{HIDDEN}"
-    said += [f"te_inductor: policy entry {name!r} {unmatched}" for name in policies.unused]
-    if said:
-        say("\n".join(said), options.fallback)
+    policies.tell(said, options.fallback, " that FSDP2 shards")
     _check_agreement(shards, weights)
     _install(model, weights)
     return model

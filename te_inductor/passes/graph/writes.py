@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from te_inductor import compat
 from te_inductor.passes.graph import operators
 from te_inductor.passes.graph.aliases import Place, memory, origins, stored
 from te_inductor.passes.graph.operators import Kind, name
+from te_inductor.passes.graph.values import requires_grad
 
 # What changes no values, whatever its name says.
 _KEEPS_VALUES = operators.RESERVED | {
@@ -152,8 +152,7 @@ class _AtenWrites(Writes):
 def last_read(node: fx.Node) -> fx.Node | None:
     """Says until when what an operation in the place of a node reads has to stay as it is: None where a backward may
     read it again, which autograd holds to the same values."""
-    values = pytree.tree_leaves(node.meta.get("example_value"))
-    return None if any(isinstance(one, torch.Tensor) and one.requires_grad for one in values) else node
+    return None if requires_grad(node) else node
 
 
 def of_dynamo(root: fx.Graph, inputs: Sequence[object] = ()) -> Writes:

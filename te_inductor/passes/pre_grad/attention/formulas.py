@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._sympy.functions import FloorDiv, PythonMod
 
 from te_inductor.passes.graph.operators import name
+from te_inductor.passes.graph.values import is_tensor
 from te_inductor.passes.pre_grad.attention.expressions import (
     Expr,
     compare,
@@ -144,7 +145,7 @@ class _Call:
 
     def formula(self, argument: Any) -> Formula | None:
         """The formula of a tensor or a number; None of anything else."""
-        if isinstance(argument, fx.Node) and isinstance(argument.meta.get("example_value"), torch.Tensor):
+        if is_tensor(argument):
             return self.reader.read(argument, self.depth + 1, self.node)
         found = number(argument)
         if found is None:

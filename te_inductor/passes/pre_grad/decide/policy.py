@@ -6,7 +6,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from te_inductor import recipes
+from te_inductor.config import Fallback
+from te_inductor.diagnostics import say
 from te_inductor.errors import OptionError, wrong_type
+from te_inductor.presentation.paths import HIDDEN
 from te_inductor.recipes import Recipe
 
 
@@ -71,3 +74,10 @@ class Policy:
     def unused(self) -> list[str]:
         """The names of the others."""
         return [entry.name for entry in self.entries if entry not in self._used]
+
+    def tell(self, said: Sequence[str], fallback: Fallback, which: str = "") -> None:
+        """Says what there was to say of layers, and which entries match none; `which`: of those that this is about."""
+        unmatched = f"matches no linear layer{which}{HIDDEN}"
+        said = [*said, *(f"te_inductor: policy entry {name!r} {unmatched}" for name in self.unused)]
+        if said:
+            say("\n".join(said), fallback)

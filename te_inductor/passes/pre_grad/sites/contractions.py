@@ -15,11 +15,11 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from te_inductor.passes.graph.operators import Call
 from te_inductor.passes.graph.owners import from_parameter
 from te_inductor.passes.graph.tracing import as_traced, lay_in
 from te_inductor.passes.graph.values import is_tensor, is_wrapped, value
 from te_inductor.passes.pre_grad.sites import convolutions
+from te_inductor.passes.pre_grad.sites.linear import operands_of
 
 aten = torch.ops.aten
 _LETTERS = "".join(chr(0x100 + place) for place in range(64))  # which no equation has: torch knows those of ASCII
@@ -161,11 +161,8 @@ def _inner(node: fx.Node) -> Contraction | None:
 
 def _product(node: fx.Node) -> Contraction | None:
     """Reads a product with the parameter on the left; the rules know it on the right."""
-    call = Call.read(node)
-    if call is None or call.name not in ("matmul", "mm"):
-        return None
-    p, x = call.operands.get("input"), call.operands.get("other", call.operands.get("mat2"))
-    if not isinstance(p, fx.Node) or not isinstance(x, fx.Node) or not is_tensor(x) or not from_parameter(p):
+    p, x = operands_of(node, "matmul", "mm")
+    if not isinstance(p, fx.Node) or not is_tensor(x) or not from_parameter(p):
         return None
     if value(p).dim() != 2 or value(x).dim() < 2:
         return None

@@ -19,6 +19,14 @@ def _of_activation(x: Any, weight: Any) -> bool:
     return is_tensor(x) and from_parameter(weight) and not from_parameter(x)
 
 
+def operands_of(node: fx.Node, *names: str) -> tuple[Any, Any]:
+    """Both operands of a product that is called by one of these names."""
+    call = Call.read(node)
+    if call is None or call.name not in names:
+        return None, None
+    return call.operands.get("input"), call.operands.get("other", call.operands.get("mat2"))
+
+
 class LinearCall(Rule):
     """``F.linear(x, w, bias)``, which `nn.Linear` calls."""
 
@@ -41,10 +49,7 @@ class ParameterProduct(Rule):
     pattern: ClassVar[str] = "matmul"
 
     def match(self, node: fx.Node) -> Match | None:
-        call = Call.read(node)
-        if call is None or call.name not in ("matmul", "mm"):
-            return None
-        x, weight = call.operands.get("input"), call.operands.get("other", call.operands.get("mat2"))
+        x, weight = operands_of(node, "matmul", "mm")
         if not _of_activation(x, weight) or value(weight).dim() != 2:  # type: ignore[arg-type]
             return None
         return Match(node, x, weight, transposed=True)  # type: ignore[arg-type]
@@ -74,10 +79,7 @@ class Batched(Rule):
     most: ClassVar[int] = 32  # each is three GEMMs and their casts, to compile and to launch
 
     def match(self, node: fx.Node) -> Match | None:
-        call = Call.read(node)
-        if call is None or call.name not in ("matmul", "bmm"):
-            return None
-        x, weight = call.operands.get("input"), call.operands.get("other", call.operands.get("mat2"))
+        x, weight = operands_of(node, "matmul", "bmm")
         if not _of_activation(x, weight):
             return None
         if value(x).dim() != 3 or value(weight).dim() != 3 or value(x).shape[0] != value(weight).shape[0]:  # type: ignore[arg-type]
