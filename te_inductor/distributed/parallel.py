@@ -49,11 +49,12 @@ class Parallel(Constant):
     local: bool  # whether what reads y reads what this rank has of it, a plain tensor
 
     def sizes(self, m: Any, n: int, k: int) -> tuple[Any, int, int]:
-        """Returns the sizes of one rank's GEMM, from those of the whole layer."""
+        """Returns the sizes of one rank's GEMM, from those of the whole layer; where ranks have some rows each, of the
+        rank that has most."""
         sharded = self.weight is None and self.x is not None
         return (
             m // self.ranks if sharded else m,
-            n // self.ranks if self.weight == 0 else n,
+            -(-n // self.ranks) if self.weight == 0 else n,
             k // self.ranks if self.weight == 1 else k,
         )
 

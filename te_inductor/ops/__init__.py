@@ -47,6 +47,7 @@ from te_inductor.ops.layers.call import (
     record_shard_amax,
     trace_layers,
 )
+from te_inductor.ops.layers.gathered import local_of, replicated
 from te_inductor.ops.layers.layer import LayerSpec
 from te_inductor.ops.layers.losses import output_loss
 from te_inductor.ops.losses import scaled_token_losses, token_losses

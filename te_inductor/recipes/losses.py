@@ -13,6 +13,20 @@ _GRADIENT = Quantizer(E5M2.name)
 
 
 @constant
+class SharedWords(Constant):
+    """A vocabulary of which each rank of a group has a part: as many words as the first rank, or what is left."""
+
+    group: str  # name of the process group
+    ranks: int  # its size
+    words: int  # of all ranks
+
+    @property
+    def most(self) -> int:
+        """How many words a rank has at most, which the first one has."""
+        return -(-self.words // self.ranks)
+
+
+@constant
 class Loss(Constant):
     """Cross entropy of each token, of logits l that the model may scale and cap: z = `outer` tanh(`inner` l), or
     `inner` l where `outer` is None."""
@@ -24,6 +38,7 @@ class Loss(Constant):
     # Whether the logarithms of the softmax's sums are results too, without smoothing: then what is kept of the gradient
     # is that of a sum, but for the label's logit.
     sums: bool = False
+    shared: SharedWords | None = None  # the words, where logits are of one rank's alone
 
     @property
     def bound(self) -> float:

@@ -132,6 +132,18 @@ MUTATIONS = [
         "return dw",
         ("tests/numerics/test_output_loss.py", "-k", "sums"),
     ),
+    Mutation(
+        "ranks that share words take each other's labels for their own",
+        "places = labels - first",
+        "places = labels",
+        ("tests/backend/test_output_loss_ranks.py", "-k", "share"),
+    ),
+    Mutation(
+        "ranks that share words cut chunks by the words that each has",
+        "(words if loss.shared is None else loss.shared.most)",
+        "words",
+        ("tests/numerics/test_output_loss.py", "-k", "as_often"),
+    ),
     # attention, and other forms of layers
     Mutation(
         "a strict condition of a mask holds on its border",

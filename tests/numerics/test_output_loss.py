@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from te_inductor.recipes.losses import Loss
+from te_inductor.recipes.losses import Loss, SharedWords
 from te_inductor.runtime.eager import losses as eager
 from tests.losses import IGNORED, error, gradients, losses_of, operands, reference, reference_logits, results_of
 
@@ -79,6 +79,14 @@ def test_chunks_change_no_bit(recipe, monkeypatch):
         found.append((losses, *grads))
     for other in found[1:]:
         assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+
+
+def test_ranks_that_share_words_have_chunks_as_often(monkeypatch):
+    """Ranks that have fewer words could compute more tokens at a time."""
+    monkeypatch.setattr(eager, "CHUNK_BYTES", 2 * eager.ROWS * 2 * 201 - 1)
+    loss = replace(PLAIN, shared=SharedWords("group", 2, 401))
+    of_ranks = [list(eager.chunks(4096, words, loss, 2)) for words in (201, 200)]
+    assert of_ranks[0] == of_ranks[1] and len(of_ranks[0]) == 32
 
 
 @pytest.mark.parametrize("recipe", ["none", "current"])

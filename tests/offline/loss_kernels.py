@@ -3,12 +3,14 @@ tests.offline.loss_kernels, with TRITON_INTERPRET=1."""
 
 import itertools
 import math
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from te_inductor.recipes.formats import E5M2
-from te_inductor.recipes.losses import Loss
+from te_inductor.recipes.losses import Loss, SharedWords
+from te_inductor.runtime.eager import losses as eager
 from te_inductor.runtime.eager.losses import Softmax
 from te_inductor.templates.triton.token_losses import SoftmaxKernels
 from tests.losses import IGNORED
@@ -23,6 +25,8 @@ LOSSES = (
     Loss(3, inner=0.25),
     Loss(3, inner=1 / 3, outer=3.0, sums=True),
     Loss(IGNORED, sums=True),
+    Loss(IGNORED, shared=SharedWords("", 3, 0)),
+    Loss(3, inner=1 / 3, outer=3.0, shared=SharedWords("", 3, 0)),
 )
 
 
@@ -36,6 +40,10 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
 
 def check(tokens: int, words: int, loss: Loss) -> None:
     logits, labels = (torch.randn(tokens, words) * 4).bfloat16(), torch.randint(0, words, (tokens,))
+    if loss.shared is not None:  # the second of three ranks; two labels are no word of any
+        labels += torch.randint(-1, 2, (tokens,)) * words + words
+        labels[4], labels[5] = -1, 3 * words
+        logits[0] = -math.inf
     labels[::3] = 0 if loss.ignored is None else loss.ignored
     for row, value in ((1, math.nan), (2, math.inf), (3, -math.inf)):
         logits[row, 0] = value
@@ -61,4 +69,6 @@ if __name__ == "__main__":
     mend_interpreter()
     torch.manual_seed(0)
     for sizes, loss in itertools.product(SIZES, LOSSES):
-        check(*sizes, loss)
+        part = (0, sizes[1]) if loss.shared is None else (sizes[1], 3 * sizes[1])
+        with mock.patch.object(eager, "part_of_words", lambda *_, part=part: part):
+            check(*sizes, loss)

@@ -54,6 +54,7 @@ def test_the_common_loss_pays_for_no_other(tmp_path: Path) -> None:
         "SCALES": False,
         "CAPS": False,
         "SUMS": False,
+        "SHARED": False,
         "WHOLE": True,
         "FOURS": True,
     }

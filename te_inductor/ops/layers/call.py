@@ -59,7 +59,7 @@ def trace_layers(
         takers or (),
     )
     if spec.parallel is not None:
-        return of_shards(layers, spec.parallel, x, token, weights, biases)
+        return of_shards(layers, spec.parallel, x, token, weights, biases, () if labels is None else (labels,))
     if ends is not None:
         return list(layers(x, token, ends, rows, places, *weights, *biases))
     if spec.loss is not None:

@@ -6,10 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
+from te_inductor import compat
 from te_inductor.distributed.parallel import Parallel, Ranks, gather, reduce
 from te_inductor.ops.layers.layer import LinearLayers
 from te_inductor.ops.layers.parts import BoundOperand, Operand
 from te_inductor.recipes.constants import constant
+from te_inductor.runtime.definition import op_of
 
 
 @constant
@@ -65,6 +67,7 @@ def of_shards(
     token: Tensor | None,
     weights: Sequence[Any],
     biases: Sequence[Any],
+    groups: Sequence[Tensor] = (),
 ) -> list[Tensor]:
     """The layers of DTensors, on what this rank has of them; gradients are DTensors of the placements that each
     operand's have."""
@@ -90,6 +93,7 @@ def of_shards(
     ys = layers(
         local,
         token,
+        *groups,
         *(one.to_local(grad_placements=[weight]) for one in weights),
         *(one.to_local(grad_placements=[bias]) for one in biases),
     )
@@ -102,3 +106,14 @@ def of_shards(
     else:
         placement = shard or Replicate()
     return [DTensor.from_local(y, mesh, [placement], run_check=False) for y in ys]
+
+
+def _replicated(y: Tensor, like: Tensor) -> Tensor:
+    """The DTensor, on the mesh of another one, that each rank has whole as y."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(y, like.device_mesh, [Replicate()], run_check=False)  # type: ignore[attr-defined]
+
+
+local_of = op_of(compat.local_of, name="local_of")
+replicated = op_of(_replicated, name="replicated")

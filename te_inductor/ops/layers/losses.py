@@ -196,8 +196,23 @@ def trace_output_loss(
     loss: Loss,
     dtype: torch.dtype,  # of the logits
 ) -> list[Tensor]:  # each (N,) fp32
-    """Cross entropy of each token, in high precision, and the logarithm of its sum, if the loss has those."""
+    """Cross entropy of each token, in high precision, and the logarithm of its sum, if the loss has those. Of words
+    that ranks share x is a DTensor that each has whole, and weight and bias are sharded by words."""
+    if loss.shared is not None:
+        x, weight, bias = _of_rank(x, weight, bias)
     return list(OutputLoss(loss, dtype)(x, labels, weight, bias))
+
+
+def _of_rank(x: Any, weight: Any, bias: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What a rank has of these; its gradient of x is a part of a sum."""
+    from torch.distributed.tensor import Partial, Shard
+
+    rows = [Shard(0)]
+    return (
+        x.to_local(grad_placements=[Partial()]),
+        weight.to_local(grad_placements=rows),
+        None if bias is None else bias.to_local(grad_placements=rows),
+    )
 
 
 output_loss = op_of(trace_output_loss, name="output_loss")

@@ -21,15 +21,25 @@ known before the backward. So dy₁ is p with a zero at the label: dx = (g + h) 
 label's row of dw. With p - 1 at the label instead, and h added there, a gradient of the sums alone would be what is left
 of two large numbers, one of them in low precision.
 
+Ranks may share the words, each with a part of the weight's rows (`Loss.shared`). A rank computes a chunk's logits of
+its own words, their logarithm of a sum and the label's logit if it has that word. These two numbers a token go to all
+ranks, which find the sum of all words and the loss from them: one small gather a chunk, of as many tokens on each rank.
+All else is of a rank's own words. So the gradient of x is a part of a sum over ranks, as behind any such layer.
+
 The label of a token may be none: its loss and its gradient are zero. A label outside of the vocabulary has an error on
-the CPU; on a GPU its loss and its gradients are NaN, as an error there would have to be waited for."""
+the CPU; on a GPU, and of words that ranks share, its loss and its gradients are NaN, as an error on a GPU would have to
+be waited for, and one of a rank would leave the others in a gather."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch import distributed as dist
 
+from te_inductor.distributed import amax_groups
+from te_inductor.distributed.parallel import Ranks, gather
 from te_inductor.recipes import Slots
 from te_inductor.recipes.formats import Element, padded
 from te_inductor.recipes.losses import Loss
@@ -42,27 +52,41 @@ LEAST_CHUNKS = 4
 ROWS = 128  # of which a chunk has a multiple, so that tiles of a GEMM are full
 
 
-def chunks(tokens: int, row_bytes: int) -> Iterator[slice]:
-    """The tokens that are computed at a time, `row_bytes` being the bytes of a token's logits."""
+def chunks(tokens: int, words: int, loss: Loss, element_bytes: float) -> Iterator[slice]:
+    """The tokens that are computed at a time, of logits of so many bytes; the same on all ranks that share words."""
+    row_bytes = int((words if loss.shared is None else loss.shared.most) * element_bytes)
     most = min(CHUNK_BYTES // max(row_bytes, 1), -(-tokens // LEAST_CHUNKS))
     rows = max(most // ROWS, 1) * ROWS
     for start in range(0, tokens, rows):
         yield slice(start, min(start + rows, tokens))
 
 
+def part_of_words(loss: Loss, words: int) -> tuple[int, int]:
+    """The place among all words of the first of these, which are a rank's, and how many there are on all ranks."""
+    if loss.shared is None:
+        return 0, words
+    return dist.get_rank(amax_groups.process_group(loss.shared.group)) * loss.shared.most, loss.shared.words
+
+
 class Softmax:
     """What is computed of a chunk's logits (n, V). In plain torch."""
 
     def losses(self, logits: Tensor, labels: Tensor, loss: Loss, out: Tensor, sums: Tensor) -> None:
-        """Writes each token's loss into `out` (n,), and the logarithms of the softmax's sums into `sums` (n,)."""
+        """Writes each token's loss into `out` (n,), and the logarithms of the softmax's sums into `sums` (n,). Where
+        ranks share the words, `out` has the loss without that sum: minus the label's logit, zero where it is another
+        rank's."""
         z, _ = _capped(logits, loss)
-        kept, labels = _labels(labels, loss, logits.shape[1])
+        known = _labels(labels, loss, logits.shape[1])
         found = z.logsumexp(1)
         sums.copy_(torch.where(found == torch.inf, torch.nan, found))  # as of what is divided by an infinity
-        found = sums - (1 - loss.smoothing) * z.gather(1, labels[:, None]).squeeze(1)
+        at_label = z.gather(1, known.places[:, None]).squeeze(1)
+        if known.own is not None:
+            found = known.or_nan(torch.where(known.own, -at_label, 0.0))
+        else:
+            found = sums - (1 - loss.smoothing) * at_label
         if loss.smoothing:
             found = found - loss.smoothing * z.mean(1)
-        out.copy_(found if kept is None else torch.where(kept, found, 0.0))
+        out.copy_(found if known.kept is None else torch.where(known.kept, found, 0.0))
 
     def gradients(self, logits: Tensor, labels: Tensor, loss: Loss, sums: Tensor) -> None:
         """Puts the gradient of the losses in the place of the logits."""
@@ -89,12 +113,16 @@ class Softmax:
 
     def _gradients(self, logits: Tensor, labels: Tensor, loss: Loss, sums: Tensor) -> Tensor:
         z, slope = _capped(logits, loss)
-        kept, labels = _labels(labels, loss, logits.shape[1])
+        known = _labels(labels, loss, logits.shape[1])
+        kept, places = known.kept, known.places[:, None]
         dz = torch.exp(z - sums[:, None]) - loss.smoothing / logits.shape[1]
         if loss.sums:
-            at_label = 0.0 if kept is None else torch.where(kept[:, None], 0.0, dz.gather(1, labels[:, None]))
-            return dz.scatter(1, labels[:, None], at_label) * slope
-        dz.scatter_add_(1, labels[:, None], torch.full_like(sums, loss.smoothing - 1)[:, None])
+            at_label = 0.0 if kept is None else torch.where(kept[:, None], 0.0, dz.gather(1, places))
+            return dz.scatter(1, places, at_label) * slope
+        at_label = torch.full_like(sums, loss.smoothing - 1)
+        if known.own is not None:
+            at_label = torch.where(known.own, at_label, 0.0)
+        dz = known.or_nan(dz.scatter_add_(1, places, at_label[:, None]))
         return dz * slope if kept is None else torch.where(kept[:, None], dz * slope, 0.0)
 
 
@@ -111,12 +139,41 @@ def _capped(logits: Tensor, loss: Loss) -> tuple[Tensor, Tensor | float]:
     return loss.outer * z, loss.inner * loss.outer * (1 - z * z)
 
 
-def _labels(labels: Tensor, loss: Loss, words: int) -> tuple[Tensor | None, Tensor]:
-    """Returns which tokens have a label, and labels that are words of the vocabulary."""
-    if loss.ignored is None:
-        return None, labels
-    kept = labels != loss.ignored
-    return kept, torch.where(kept, labels, 0)
+class _Labels(NamedTuple):
+    """The labels of tokens, each (n,)."""
+
+    places: Tensor  # of the words among a row's logits; zero where there is none
+    kept: Tensor | None  # which tokens have a label; None: all have
+    own: Tensor | None = None  # of words that ranks share, whether it is one of this rank's
+    exist: Tensor | None = None  # likewise, whether it is one of any rank's
+
+    def or_nan(self, found: Tensor) -> Tensor:
+        """What is found of each token, (n,) or (n, V), and NaN of labels outside of a vocabulary that ranks share."""
+        if self.exist is None:
+            return found
+        return torch.where(self.exist if found.dim() == 1 else self.exist[:, None], found, torch.nan)
+
+
+def _labels(labels: Tensor, loss: Loss, words: int) -> _Labels:
+    kept = None if loss.ignored is None else labels != loss.ignored
+    if loss.shared is None:
+        return _Labels(labels if kept is None else torch.where(kept, labels, 0), kept)
+    first, every = part_of_words(loss, words)
+    places = labels - first
+    own = (places >= 0) & (places < words)
+    own = own if kept is None else own & kept
+    return _Labels(torch.where(own, places, 0), kept, own, (labels >= 0) & (labels < every))
+
+
+def _add_ranks(loss: Loss, labels: Tensor, losses: Tensor, sums: Tensor) -> None:
+    """Makes losses and sums (n,) of all words of those of each rank's."""
+    if loss.shared is None:
+        return
+    ranks = Ranks(loss.shared.group, loss.shared.ranks)
+    of_labels, of_sums = gather(torch.stack([losses, sums]), 0, ranks).view(ranks.ranks, 2, -1).unbind(1)
+    sums.copy_(of_sums.logsumexp(0))
+    found = sums + of_labels.sum(0)
+    losses.copy_(found if loss.ignored is None else torch.where(labels == loss.ignored, 0.0, found))
 
 
 def _rows_of(scale: Tensor, rows: int, part: slice) -> Tensor:
@@ -142,12 +199,13 @@ def token_losses(
     dy = x.new_empty((n if wants_dy else 0, words))
     softmax = SOFTMAX.get(x.device.type, PLAIN)
     with torch.autocast(x.device.type, enabled=False):  # the op may run inside the user's autocast region
-        for part in chunks(n, words * x.element_size() // 2):
+        for part in chunks(n, words, loss, x.element_size() / 2):
             logits = dy[part] if wants_dy else x.new_empty((part.stop - part.start, words))
             torch.mm(x[part], weight.t(), out=logits)
             if bias is not None:
                 logits += bias
             softmax.losses(logits, labels[part], loss, losses[part], sums[part])
+            _add_ranks(loss, labels[part], losses[part], sums[part])
             if wants_dx or wants_dy:
                 softmax.gradients(logits, labels[part], loss, sums[part])
             if wants_dx:
@@ -178,9 +236,10 @@ def scaled_token_losses(
     dy.view(torch.uint8)[:, n:] = 0
     inverse = torch.full((), 1 / loss.gradient_scale(element), dtype=torch.float32, device=x.device)
     softmax = SOFTMAX.get(x.device.type, PLAIN)
-    for part in chunks(n, words * dtype.itemsize):
+    for part in chunks(n, words, loss, dtype.itemsize):
         logits = dense.scaled_mm(x[part], _rows_of(x_scale, n, part), weight, weight_scale, bias, slots.fprop, dtype)
         softmax.losses(logits, labels[part], loss, losses[part], sums[part])
+        _add_ranks(loss, labels[part], losses[part], sums[part])
         row = None
         if columns is not None or wants_dy:
             column = dy[:, part] if wants_dy else None

@@ -24,7 +24,8 @@ class SoftmaxKernels(losses.Softmax):
     def losses(self, logits: Tensor, labels: Tensor, loss: Loss, out: Tensor, sums: Tensor) -> None:
         block = min(ROW_BLOCK, triton.next_power_of_2(logits.shape[1]))
         run = launcher(losses_of_rows, BLOCK=block, **_constants(loss), num_warps=8)
-        run(len(out), logits, labels, out, sums, logits.shape[1], logits.stride(0), *_numbers(loss))
+        words = logits.shape[1]
+        run(len(out), logits, labels, out, sums, words, logits.stride(0), *_numbers(loss, words))
 
     def gradients(self, logits: Tensor, labels: Tensor, loss: Loss, sums: Tensor) -> None:
         self._cast(logits, labels, loss, sums, 1.0, None, logits, None)
@@ -66,7 +67,8 @@ class SoftmaxKernels(losses.Softmax):
         )  # fmt: skip
         run(
             tiles[0] * tiles[1], logits, labels, sums, row, column, n, words, width, logits.stride(0),
-            0 if row is None else row.stride(0), 0 if column is None else column.stride(0), scale, *_numbers(loss),
+            0 if row is None else row.stride(0), 0 if column is None else column.stride(0), scale,
+            *_numbers(loss, words),
         )  # fmt: skip
 
 
@@ -76,12 +78,14 @@ def _constants(loss: Loss) -> dict[str, Any]:
         "SMOOTHS": loss.smoothing != 0.0,
         "SCALES": loss.inner != 1.0,
         "CAPS": loss.outer is not None,
+        "SHARED": loss.shared is not None,
     }
 
 
-def _numbers(loss: Loss) -> tuple[int, float, float, float]:
+def _numbers(loss: Loss, words: int) -> tuple[int, float, float, float, int, int]:
     ignored = 0 if loss.ignored is None else loss.ignored
-    return ignored, loss.smoothing, loss.inner, 1.0 if loss.outer is None else loss.outer
+    of_formula = loss.smoothing, loss.inner, 1.0 if loss.outer is None else loss.outer
+    return ignored, *of_formula, *losses.part_of_words(loss, words)
 
 
 @triton.jit
@@ -103,7 +107,7 @@ def capped(logits, inner, outer, SCALES: tl.constexpr, CAPS: tl.constexpr):
     return z
 
 
-@triton.jit(do_not_specialize=["ignored", "smoothing", "inner", "outer"])
+@triton.jit(do_not_specialize=["ignored", "smoothing", "inner", "outer", "first", "every"])
 def losses_of_rows(
     logits,  # (n, V)
     labels,  # (n,) int64
@@ -115,11 +119,14 @@ def losses_of_rows(
     smoothing,
     inner,
     outer,
+    first,  # the place of the first of these words among those of all ranks
+    every,  # the number of those
     BLOCK: tl.constexpr,
     IGNORES: tl.constexpr,
     SMOOTHS: tl.constexpr,
     SCALES: tl.constexpr,
     CAPS: tl.constexpr,
+    SHARED: tl.constexpr,  # ranks have a part of the words each
 ):
     """One token a program."""
     token = tl.program_id(0).to(tl.int64)
@@ -132,13 +139,16 @@ def losses_of_rows(
             added += tl.sum(tl.where(place < words, z, 0.0), 0)
         z = tl.where(place < words, z, float("-inf"))
         new = tl.maximum(largest, tl.max(z, 0))
-        total = total * tl.exp(largest - new) + tl.sum(tl.exp(z - new), 0)
+        shift = tl.where(new == float("-inf"), 0.0, new)  # words that none expects may fill a block
+        total = total * tl.exp(largest - shift) + tl.sum(tl.exp(z - shift), 0)
         largest = new
-    log_total = largest + tl.log(total)
+    log_total = tl.where(largest == float("-inf"), 0.0, largest) + tl.log(total)
     label = tl.load(labels + token)
-    known = (label >= 0) & (label < words)
-    at_label = capped(tl.load(logits + tl.where(known, label, 0)), inner, outer, SCALES, CAPS)
-    loss = log_total - (1.0 - smoothing) * at_label
+    place = label - first if SHARED else label
+    own = (place >= 0) & (place < words)
+    known = (label >= 0) & (label < every) if SHARED else own
+    at_label = capped(tl.load(logits + tl.where(own, place, 0)), inner, outer, SCALES, CAPS)
+    loss = tl.where(own, -at_label, 0.0) if SHARED else log_total - (1.0 - smoothing) * at_label
     if SMOOTHS:
         loss -= smoothing * added / words
     loss = tl.where(known, loss, float("nan"))
@@ -149,7 +159,7 @@ def losses_of_rows(
 
 
 # Sizes are specialized: stores are wide where masks are known to end at multiples of 16.
-@triton.jit(do_not_specialize=["ignored", "scale", "smoothing", "inner", "outer"])
+@triton.jit(do_not_specialize=["ignored", "scale", "smoothing", "inner", "outer", "first", "every"])
 def casts_of_tiles(
     logits,  # (n, V)
     labels,  # (n,) int64
@@ -167,6 +177,8 @@ def casts_of_tiles(
     smoothing,
     inner,
     outer,
+    first,  # the place of the first of these words among those of all ranks
+    every,  # the number of those
     LARGEST: tl.constexpr,  # of the element; None: the logits' own dtype
     TOKENS: tl.constexpr,
     WORDS: tl.constexpr,
@@ -176,6 +188,7 @@ def casts_of_tiles(
     SMOOTHS: tl.constexpr,
     SCALES: tl.constexpr,
     CAPS: tl.constexpr,
+    SHARED: tl.constexpr,  # ranks have a part of the words each
     SUMS: tl.constexpr,  # the gradient is that of the logarithm of a sum, but for the label's
 ):
     """One tile a program; those that follow each other share words of the vocabulary, so that lines of the columnwise copy
@@ -199,8 +212,8 @@ def casts_of_tiles(
         dz = tl.exp(dz) if LARGEST is None else exp_or_zero(dz)
         if SMOOTHS:
             dz -= smoothing / words
-        known = (label >= 0) & (label < words)
-        place = tl.where(known, label, -1).to(tl.int32)
+        known = (label >= 0) & (label < (every if SHARED else words))
+        place = tl.where(known, label - first if SHARED else label, -1).to(tl.int32)
         if IGNORES and SUMS:
             place = tl.where(label == ignored, -1, place)
         at_label = place[:, None] == word[None, :]

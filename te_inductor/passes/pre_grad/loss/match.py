@@ -6,11 +6,12 @@ from te_inductor import targets
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.values import is_gathered, value
-from te_inductor.passes.pre_grad.loss import reading
+from te_inductor.passes.pre_grad.loss import reading, shared_words
 from te_inductor.passes.pre_grad.loss.reading import Reading
 from te_inductor.passes.pre_grad.loss.site import LossOfLinear, LossPart, has_known_sizes, rewrite_in_high_precision
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites.rule import Match
+from te_inductor.passes.pre_grad.sites.tensor_parallel import TensorParallel
 from te_inductor.presentation.report import LossSite, Unmet
 from te_inductor.recipes.losses import slots_of_loss
 from te_inductor.runtime.omitted_logits import OmittedOutput
@@ -31,10 +32,13 @@ def match_losses(plan: Plan) -> None:
         node, site = found.call, sites.get(found.product)
         if site is None or node in parts:
             continue  # nothing says that there is an output layer, or the loss is one row's of another one
-        refusal = _refusal_of_layer(site.match) or found.refusal or _refusal(plan, site, found, in_grad_mode)
+        refusal = _refusal_of_layer(site.match) or shared_words.refusal(found) or found.refusal
+        if refusal is None:
+            match, found = shared_words.opened(site.match, found)
+            refusal = _refusal(plan, site, match, found, in_grad_mode)
         if refusal is None:
             site.rule = LossOfLinear()
-            site.match = site.match.having(LossPart(found), behind=(*found.steps, node))
+            site.match = match.having(LossPart(found), behind=(*found.steps, node))
             plan.outcome.omitted.extend(_places(graph, found))
         elif plan.options.logits == "omit" and value(node).requires_grad:
             plan.outcome.report.unmet.append(Unmet("logits", site.fqn, str(refusal)))
@@ -59,7 +63,7 @@ def rewrite_losses(plan: Plan) -> None:
     """Put losses in high precision in their places, where that leaves logits out."""
     for site in plan.candidates:
         part = site.match.part(LossPart)
-        if part is not None and part.reading.outputs and not site.low:
+        if part is not None and part.is_taken(site.low) and not site.low:
             rewrite_in_high_precision(site.match)
 
 
@@ -67,14 +71,15 @@ def _refusal_of_layer(match: Match) -> Refusal | None:
     """Why no loss of such a layer is computed in chunks."""
     if (of_part := match.first_refusal(lambda part: part.refuse_loss())) is not None:
         return of_part
-    if match.parts or match.before or match.behind or match.dims > 2:
+    between_ranks = match.part(TensorParallel)
+    others = [part for part in match.parts if part is not between_ranks]
+    if others or match.dims > 2 or (between_ranks is None and (match.before or match.behind)):
         return Refusal("tensors of the output layer go between ranks, or it is none")
     return None
 
 
-def _refusal(plan: Plan, site: Candidate, found: Reading, in_grad_mode: set[fx.Node]) -> Refusal | None:
-    """Why the loss needs its logits."""
-    match = site.match
+def _refusal(plan: Plan, site: Candidate, match: Match, found: Reading, in_grad_mode: set[fx.Node]) -> Refusal | None:
+    """Why the loss needs its logits, of its layer as the match has it."""
     operands = [one for one in (match.x, match.weight, match.bias) if one is not None]
     if found.product in plan.products.inlined:
         return Refusal("the output layer is a sum of products, or a convolution, which may be put back")
@@ -106,8 +111,8 @@ def _refusal(plan: Plan, site: Candidate, found: Reading, in_grad_mode: set[fx.N
             return refusal
     elif not _gains(site):
         return Refusal("its logits stay in the graph, and only low precision on a GPU gains by chunks of them")
-    elif match.sizes[1] < LEAST_WORDS:
-        return Refusal("a vocabulary of %d words, too few to gain by chunks", match.sizes[1])
+    elif (words := value(found.product).shape[-1]) < LEAST_WORDS:
+        return Refusal("a vocabulary of %d words, too few to gain by chunks", words)
     return None
 
 

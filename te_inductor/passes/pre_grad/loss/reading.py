@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from te_inductor import compat
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph import operators
 from te_inductor.passes.graph.operators import Call, Kind
@@ -122,6 +123,15 @@ def _way(node: Any) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
     return None
 
 
+def _moves_nothing(node: fx.Node) -> bool:
+    """Whether it redistributes a DTensor that is placed so already."""
+    call = compat.method_call(node)
+    if call is None or call[0] != "redistribute":
+        return False
+    source, made = (value(one) for one in (node.all_input_nodes[0], node))
+    return source.placements == made.placements and source.dtype == made.dtype  # type: ignore[attr-defined]
+
+
 def _factors(between: tuple[fx.Node, ...]) -> tuple[float, float | None] | None:
     """What logits are multiplied with in front of a cap, and behind it, if there is one; None of anything else."""
     inner, outer = 1.0, None
@@ -141,7 +151,7 @@ def _factors(between: tuple[fx.Node, ...]) -> tuple[float, float | None] | None:
             if outer is not None:
                 return None
             outer = 1.0
-        elif kind not in _KEEPS_ROWS | Kind.PART or value(node).dtype not in _DTYPES:
+        elif (kind not in _KEEPS_ROWS | Kind.PART and not _moves_nothing(node)) or value(node).dtype not in _DTYPES:
             return None
     known = all(math.isfinite(one) and one != 0 for one in (inner, 1.0 if outer is None else outer))
     return (inner, outer) if known else None

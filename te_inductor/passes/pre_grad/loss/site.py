@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from te_inductor import ops
+from te_inductor import compat, ops
 from te_inductor.diagnostics import Refusal
 from te_inductor.ops import LayerSpec
 from te_inductor.passes.graph.values import value
@@ -29,6 +29,10 @@ class LossPart(SitePart):
 
     knows_gradient: ClassVar[bool] = True
 
+    def is_taken(self, low: bool) -> bool:
+        """Whether it is computed in chunks, of a layer in low precision or not."""
+        return low or bool(self.reading.outputs)
+
     def rows(self, x: fx.Node) -> fx.Node:
         """The rows of x whose logits the loss reads, (…, K)."""
         for index in self.reading.parts:
@@ -47,10 +51,13 @@ class LossPart(SitePart):
 
     def labels(self, graph: fx.Graph) -> fx.Node:
         """The labels (N,), at the graph's insertion point."""
-        found: fx.Node = self.reading.labels
-        if value(found).dim() == 1:
+        found = _local(self.reading.labels, graph)
+        if value(self.reading.labels).dim() == 1:
             return found
         return graph.call_function(_ATEN.reshape.default, (found, [-1]))
+
+    def describe(self, slots: Slots) -> list[str]:
+        return [] if self.reading.loss.shared is None else ["two numbers a token of the loss of words that ranks share"]
 
     def refuse_taken(self, match: Match, deferred: bool) -> Refusal | None:
         if not self.reading.sums:
@@ -112,18 +119,25 @@ def _replace(match: Match, losses: fx.Node) -> None:
     if reading.reduction in ("mean", "sum"):
         found = graph.call_function(_ATEN.sum.default, (losses,))
     elif value(reading.labels).dim() > 1:
-        found = graph.call_function(_ATEN.view_as.default, (losses, reading.labels))
+        found = graph.call_function(_ATEN.view_as.default, (losses, _local(reading.labels, graph)))
         if value(reading.call).dim() < value(reading.labels).dim():
             found = graph.call_function(_ATEN.squeeze.dim, (found, -1))
     if reading.reduction == "picked":
         found = graph.call_function(_ATEN.neg.default, (found,))
     if reading.reduction == "mean":
-        kept = graph.call_function(_ATEN.ne.Scalar, (reading.labels, reading.loss.ignored))
+        kept = graph.call_function(_ATEN.ne.Scalar, (_local(reading.labels, graph), reading.loss.ignored))
         found = graph.call_function(_ATEN.div.Tensor, (found, graph.call_function(_ATEN.sum.default, (kept,))))
     dtype = value(reading.call).dtype
     if dtype != torch.float32:
         found = graph.call_function(_ATEN.to.dtype, (found, dtype))
+    if reading.loss.shared is not None:
+        found = graph.call_function(ops.replicated, (found, match.weight))
     replace_layer(match, found)
+
+
+def _local(node: fx.Node, graph: fx.Graph) -> fx.Node:
+    """What this rank has of a tensor, which is all of it, at the graph's insertion point."""
+    return node if compat.mesh_of_dtensor(value(node)) is None else graph.call_function(ops.local_of, (node,))
 
 
 def has_known_sizes(match: Match, sums: Sums) -> bool:
@@ -155,8 +169,8 @@ def _shaped(part: LossPart, match: Match, found: fx.Node, sums: Sums) -> fx.Node
 
 def _empty(match: Match, logits: fx.Node) -> fx.Node:
     """What stands in the graph's output for logits (…, V) that are left out: a tensor of sizes (…, 0)."""
-    sizes = value(logits).shape[:-1]
+    sizes, x = value(logits).shape[:-1], _local(match.x, match.node.graph)
     if all(isinstance(size, int) for size in sizes):
-        return match.node.graph.call_function(_ATEN.new_empty.default, (match.x, [*sizes, 0]))
-    nothing = match.node.graph.call_function(_ATEN.slice.Tensor, (match.x, -1, 0, 0))
+        return match.node.graph.call_function(_ATEN.new_empty.default, (x, [*sizes, 0]))
+    nothing = match.node.graph.call_function(_ATEN.slice.Tensor, (x, -1, 0, 0))
     return match.node.graph.call_function(_ATEN.empty_like.default, (nothing,))

@@ -8,6 +8,7 @@ from te_inductor.diagnostics import Refusal
 from te_inductor.distributed import decisions
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.decide.report import plain
+from te_inductor.passes.pre_grad.loss.site import LossPart
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites import exchanges
 
@@ -67,4 +68,6 @@ def _ranks(site: Candidate) -> Any:
 
 def _decided(site: Candidate) -> str:
     how = f"in {site.recipe.name}" if site.low and site.recipe else "in high precision"
+    loss = site.match.part(LossPart)
+    how += ", its loss in chunks" if loss is not None and loss.is_taken(site.low) else ""
     return "; ".join([f"{site.fqn or '(root)'} {how}", *site.wires])

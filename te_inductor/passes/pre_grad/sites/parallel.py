@@ -24,8 +24,9 @@ def with_redistributions(match: Match, writes: Writes) -> Match:
     if compat.mesh_of_dtensor(value(match.weight)) is None:
         return match
     why_not = _kinds(match) or _products(match)
-    if why_not is not None:
-        return match.having(TensorParallel(refusal=why_not))
+    uneven = None if why_not is not None else _uneven(match)
+    if why_not is not None or (uneven is not None and not _all_have_words(match)):
+        return match.having(TensorParallel(refusal=why_not or uneven))
     mesh: Any = compat.mesh_of_dtensor(value(match.weight))
     weight, x, gather = _dim(value(match.weight)), match.x, None
     if weight == 0 and _is_gather(x) and not writes.between([x, x.all_input_nodes[0]], x, last_read(match.node)):
@@ -48,7 +49,7 @@ def with_redistributions(match: Match, writes: Writes) -> Match:
         local,
     )
     before = tuple(node for node in (gather, x if made is not x else None) if node is not None)
-    return match.having(TensorParallel(parallel), x=made, before=before, behind=behind)
+    return match.having(TensorParallel(parallel, uneven), x=made, before=before, behind=behind)
 
 
 def _made_first(x: fx.Node, until: fx.Node | None, writes: Writes) -> fx.Node:
@@ -68,7 +69,7 @@ def _made_first(x: fx.Node, until: fx.Node | None, writes: Writes) -> fx.Node:
 
 
 def _products(match: Match) -> Refusal | None:
-    """Refuses where torch itself would redistribute an operand, or some rank would have more than another."""
+    """Refuses where torch itself would redistribute an operand."""
     x, weight = value(match.x), value(match.weight)
     at, last = _dim(x), x.dim() - 1
     expected: list[int | None] = {0: [None], 1: [last], None: [None, *range(last)]}[_dim(weight)]  # type: ignore[assignment]
@@ -76,6 +77,12 @@ def _products(match: Match) -> Refusal | None:
         return Refusal(
             "weight is %s and input %s: torch redistributes one inside of the layer", _text(weight), _text(x)
         )
+    return None
+
+
+def _uneven(match: Match) -> Refusal | None:
+    """Refuses where some rank would have more than another."""
+    weight = value(match.weight)
     for what, node in (("input", match.x), ("weight", match.weight)):
         if not _is_even(node):
             shape = tuple(value(node).shape)
@@ -83,6 +90,13 @@ def _products(match: Match) -> Refusal | None:
                 "%s of shape %s is sharded unevenly over %d ranks", what, shape, compat.mesh_of_dtensor(weight).size()
             )
     return None
+
+
+def _all_have_words(match: Match) -> bool:
+    """Whether each rank has rows of the weight, though not as many as another."""
+    weight = value(match.weight)
+    ranks = compat.mesh_of_dtensor(weight).size()
+    return _dim(weight) == 0 and weight.shape[0] > (ranks - 1) * -(-weight.shape[0] // ranks)
 
 
 def _kinds(match: Match) -> Refusal | None:

@@ -182,11 +182,12 @@ class Rule:
             return refusal
         held = value if match.parallel is None else lambda node: compat.shard_of(value(node))
         x, weight = held(match.x), held(match.weight)
-        bias = None if match.bias is None else held(match.bias)
+        bias = None if match.bias is None else value(match.bias)
+        n = match.sizes[1] if match.parallel is None else value(match.weight).shape[0]
         return (
             requirements.tensors(x, weight)
             or requirements.sizes(*match.sizes)
-            or requirements.bias(bias, match.sizes[1], match.experts if match.dims > 2 else None)
+            or requirements.bias(bias, n, match.experts if match.dims > 2 else None)
         )
 
     def check_form(self, match: Match) -> Refusal | None:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorParallel(SitePart):
-    """The place of a layer among the ranks, or why it has none."""
+    """The place of a layer among the ranks, or why it has none; with a place, why the layer alone stays as it is, where
+    a loss may still be computed with it."""
 
     between_ranks: ClassVar[bool] = True
     parallel: Parallel | None = None
@@ -47,9 +48,17 @@ class TensorParallel(SitePart):
         return Refusal("the weight is sharded over ranks, and autograd says how its gradient is")
 
     def refuse_loss(self) -> Refusal | None:
-        return Refusal(
-            "the output layer is tensor parallel: a rank has some of the words, and a loss in chunks reads all of them"
-        )
+        if self.parallel is None or self.parallel.weight == 0:
+            return self.refusal if self.parallel is None else None
+        return Refusal("the output layer is tensor parallel, but its weight is not sharded by words")
+
+    @property
+    def of_words(self) -> "TensorParallel":
+        """The place of an output layer whose loss is computed with it: each rank has all rows of x and some words, and
+        what it makes of them are plain tensors."""
+        assert self.parallel is not None  # as refuse_loss says
+        group, ranks = self.parallel.group, self.parallel.ranks
+        return TensorParallel(Parallel(group, ranks, 0, None, False, False, None, True))
 
     def may_merge(self, match: "Match", slots: Slots) -> bool:
         """A DTensor does not say how its views are laid out."""
