@@ -288,6 +288,8 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, Dependence]) -> Dependence | None:
         return first if node.args[1] in _WIDE else None
     if node.target in _BOUNDED:
         return Dependence.BOUNDED
+    if node.target is aten.reciprocal.default and _is_one_and_exp(node.args[0]):  # in SiLU's backward, by torch 2.11
+        return Dependence.BOUNDED
     rules = ((_PRODUCTS, _product), (_POWERS, _power), (_QUOTIENTS, _quotient), (_SUMS, _sum))
     for targets, rule in rules:
         if node.target in targets and not node.kwargs:
