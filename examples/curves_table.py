@@ -86,7 +86,7 @@ def table(curves: Sequence[Curve]) -> str:
         pace = 1e3 * sorted(curve.seconds)[len(curve.seconds) // 2]
         rows.append(
             f"| {curve.recipe} | {curve.seed} | {millions:.1f} | {curve.final(step):.4f} | {held_out:.4f}"
-            f" | {shown} | {share} | {pace:.0f} |"
+            f" | {shown} | {share} | {pace:.1f} |"
         )
     noise = f"Runs of bf16 with other seeds end {', '.join(f'{value:+.4f}' for value in others)} from the first."
     return "\n".join([*rows, "", noise if others else "There is one seed of bf16: what is noise is not known."])
