@@ -17,6 +17,7 @@ from te_inductor import compat
 from te_inductor.diagnostics import CUT_BY_DDP
 from te_inductor.distributed import agreement
 from te_inductor.errors import StateError
+from te_inductor.passes.graph import interpreted
 from te_inductor.recipes import DelayedScaling
 from tests.ranks import Rank
 
@@ -57,6 +58,15 @@ def trains(rank: Rank, kind: str) -> Any:
             steps.append({key: value.tolist() for key, value in te_inductor.state_dict(inner.layer).items()})
     assert [str(one.message) for one in said if "bucket_cap_mb" in str(one.message)] == [CUT_BY_DDP] * (kind == "split")
     return steps
+
+
+def interprets(rank: Rank, kind: str, ranks: str) -> Any:
+    """What `trains` tells, where the first step is interpreted on "all" ranks, or has code on the "last"; and how many
+    graphs were interpreted."""
+    count = mock.patch.object(interpreted, "_interpreter", side_effect=interpreted._interpreter)
+    fits = mock.patch.object(interpreted, "fits", lambda gm: ranks == "all" or rank.rank == 0)
+    with count as run, fits:
+        return {"steps": trains(rank, kind), "interpreted": run.call_count}
 
 
 def differ(rank: Rank, kind: str) -> Any:

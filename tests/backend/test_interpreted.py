@@ -6,7 +6,10 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
 
+from te_inductor import ops
 from te_inductor.passes.graph import interpreted
+from te_inductor.recipes import DelayedScaling
+from te_inductor.recipes.delayed import ScaleUpdate
 from te_inductor.runtime.state import state_inputs
 from tests.backend.delayed_programs import te
 from tests.support.first_steps import Residual, errors
@@ -130,9 +133,22 @@ def test_the_memory_that_a_graph_writes():
     assert interpreted.most_written(gm, x.device) == 2 * 4000
 
 
-def test_other_ranks_keep_generated_code(monkeypatch):
-    inputs = state_inputs.StateInputs("warn")
-    monkeypatch.setattr(state_inputs, "_first_steps_recur", False)
-    assert not inputs.has_many_first_steps
-    monkeypatch.setattr(state_inputs, "several_ranks", lambda: True)
-    assert inputs.has_many_first_steps
+def test_amaxes_of_several_groups_are_reduced_by_generated_code():
+    """One reduction has one order on all ranks: Note [Ranks that interpret]."""
+
+    def steps(*groups):
+        def program(amax, scale, history):
+            for names in groups:
+                update = ScaleUpdate(DelayedScaling(), "e4m3", names)
+                ops.update_scales([amax], [scale], [history], update)
+            return scale + 1
+
+        return make_fx(program, tracing_mode="fake")(torch.ones(()), torch.ones(()), torch.ones(1024))
+
+    assert [
+        interpreted.means_the_same(steps(*groups)) for groups in ([()] * 2, [(), ("0", "1")], [("0",), ("1",)])
+    ] == [
+        True,
+        True,
+        False,
+    ]

@@ -15,7 +15,9 @@ others = told_by(MODULE, WORLD, OTHERS)
 compiled = told_by(
     MODULE,
     WORLD,
-    "compiled trains plain,compiled trains ddp,compiled trains split,compiled sharded whole,compiled sharded blocks",
+    "compiled interprets plain all,compiled interprets plain last,compiled interprets ddp all,"
+    "compiled interprets split all,compiled sharded whole,compiled sharded blocks",
+    timeout=600,
 )
 
 
@@ -40,9 +42,14 @@ def test_amaxes_of_a_graph_that_is_split(others):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["plain", "ddp", "split"])
-def test_amaxes_are_the_largest_of_all_ranks_in_generated_code(kind, compiled):
-    check_amaxes(*compiled[f"compiled trains {kind}"])
+@pytest.mark.parametrize(
+    ("kind", "interpreted"), [("plain all", [2, 2]), ("plain last", [2, 0]), ("ddp all", [2, 2]), ("split all", [4, 4])]
+)
+def test_first_steps_are_interpreted_and_amaxes_the_largest_of_all_ranks(kind, interpreted, compiled):
+    """Also where one rank runs generated code in its first step: Note [Ranks that interpret]."""
+    found = compiled[f"compiled interprets {kind}"]
+    check_amaxes(*(one["steps"] for one in found))
+    assert [one["interpreted"] for one in found] == interpreted
 
 
 @pytest.mark.thorough

@@ -4,7 +4,14 @@ A graph that runs once or twice, as that of a first step under delayed scaling, 
 graph is traced and partitioned like any other, so that its backward keeps what a compiled one would keep, and then each of
 its nodes is run by itself. That takes more memory while it runs, as each operator writes what it computes, and it is wrong
 where an operator's eager kernel means something else than its generated code. `interpreting` compiles a graph after all
-where either of these is so."""
+where either of these is so.
+
+# Note [Ranks that interpret]
+Each rank decides for itself, by the memory that it has among other things, so that one may interpret a graph of which
+another runs generated code, or run the graph of later steps there, as it has loaded state. They have to call the same
+collectives in the same order. The reduction of amaxes at the end of a step is one, in either graph. A graph with no other
+has only one order, whoever runs it. One with more is compiled: collectives of the program, as those of tensor
+parallelism, and amaxes of several process groups."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from te_inductor.passes.graph.values import bytes_of
 from te_inductor.passes.graph.writes import written_by
+from te_inductor.recipes.delayed import ScaleUpdate
 
 # A graph's own tensors may take this part of the memory that is free when it is compiled.
 SHARE_OF_FREE_MEMORY = 0.5
@@ -42,9 +50,10 @@ def interpreting(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
 def means_the_same(gm: fx.GraphModule) -> bool:
     """Whether the eager kernels of a graph compute what its generated code does. Inductor's random numbers follow from a
     seed that their eager kernels do not read, so that a backward would draw other ones; collectives of generated code may
-    come in another order than a graph's, and other ranks may have compiled theirs; and most operators of higher order are
-    correct, but as slow and large as the programs that they stand for, such as attention with all of its scores."""
-    return all(_means_the_same(node.target) for node in gm.graph.nodes if node.op == "call_function")
+    come in another order than a graph's, if there are several; and most operators of higher order are correct, but as slow
+    and large as the programs that they stand for, such as attention with all of its scores."""
+    calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+    return all(_means_the_same(node.target) for node in calls) and sum(map(_reduces_amaxes, calls)) <= 1
 
 
 def _means_the_same(target: Any) -> bool:
@@ -55,6 +64,12 @@ def _means_the_same(target: Any) -> bool:
             target.namespace == "prims" and not target._opname.startswith("inductor_")
         )
     return True  # Python's operators on sizes, and parts of several results
+
+
+def _reduces_amaxes(node: fx.Node) -> bool:
+    """Whether an operator may reduce amaxes over other ranks."""
+    constants = pytree.tree_leaves((node.args, node.kwargs))
+    return any(isinstance(one, ScaleUpdate) and bool(one.groups) for one in constants)
 
 
 _WRITES = ("auto_functionalized", "auto_functionalized_v2")

@@ -31,7 +31,7 @@ from te_inductor.diagnostics import (
 )
 from te_inductor.distributed import agreement
 from te_inductor.distributed.agreement import Agreement
-from te_inductor.distributed.amax_groups import AmaxGroup, several_ranks
+from te_inductor.distributed.amax_groups import AmaxGroup
 from te_inductor.distributed.decisions import FormChoice, choice_of
 from te_inductor.runtime.extra_inputs import ExtraInputs, GraphCall
 from te_inductor.runtime.state import resumed
@@ -302,9 +302,8 @@ class StateInputs(ExtraInputs):
     @property
     def has_many_first_steps(self) -> bool:
         """Whether first steps are worth generated code: where some graph had many, or a guard may ask for them at any
-        time, and where there are other ranks, of which one alone would find that it has, and compile while the others
-        wait for it."""
-        return _first_steps_recur or self.heals or bool(self.exchanging) or several_ranks()
+        time, and where ranks exchange tensors, all of which run the same code (Note [Ranks that interpret])."""
+        return _first_steps_recur or self.heals or bool(self.exchanging)
 
     def count_first_steps(self, graph: fx.GraphModule, first: Callable[..., Any]) -> Callable[..., Any]:
         """What runs first steps where no code was generated for them. Where there are more than a few, Dynamo compiles

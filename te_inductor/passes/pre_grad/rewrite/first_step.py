@@ -10,11 +10,12 @@ which is asked from the second call on, and ever more seldom, has histories of a
 again. So the second graph costs the time to compile it, and nothing in later steps. Forwards without a backward, and
 gradients that are zero, may leave a quantizer without history for any number of calls: it goes on by its own amax.
 
-Where a single process may need it, it is traced and partitioned beside the other, and interpreted
-(`passes/graph/interpreted.py`): a step or two of each run do not pay for code, which takes longer to generate than that of
-all later steps, as no scale is known beforehand. Code is generated where interpreting would be wrong or take too much
-memory, for CUDA graphs, and with other ranks. What comes without history later, as a copy of a model, runs a few calls by
-the eager runtime. Where either has more than a few first steps, Dynamo compiles both graphs, with code."""
+Where it may be needed, it is traced and partitioned beside the other, and interpreted (`passes/graph/interpreted.py`):
+a step or two of each run do not pay for code, which takes longer to generate than that of all later steps, as no scale
+is known beforehand. Code is generated where interpreting would be wrong or take too much memory, for CUDA graphs, and
+where the graph has collectives of the program's (Note [Ranks that interpret]). What comes without history later, as a
+copy of a model, runs a few calls by the eager runtime. Where either has more than a few first steps, Dynamo compiles
+both graphs, with code."""
 
 import copy
 from dataclasses import replace
