@@ -23,6 +23,7 @@ from torch._inductor import config, ir, lowering
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen.cuda_combined_scheduling import CUDACombinedScheduling
 from torch._inductor.codegen.triton import TritonScheduling
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.sizevars import SizeVarAllocator
 from torch._inductor.utils import run_and_get_code
@@ -32,6 +33,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
+
+from te_inductor.recipes import Quantizer
 
 aten = torch.ops.aten
 
@@ -165,6 +168,12 @@ def calls_through_the_dispatcher() -> bool:
     return "torch.ops.te_inductor_faults.same.default(" in code
 
 
+def makes_constants_at_each_call() -> bool:
+    """What stands for a constant in a call's arguments is the expression that makes it."""
+    with _graph(opaque_value_type_classes={}):
+        return "Quantizer(" in PythonWrapperCodegen.val_to_arg_str(None, Quantizer("e4m3"))
+
+
 def orders_loops() -> bool:
     """Loops that read along the first dimension are turned round. Which is faster shows on a GPU alone."""
     i, j = sympy.symbols("i j", integer=True, nonnegative=True)
@@ -245,6 +254,7 @@ FAULTS: dict[str, Callable[[], bool]] = {
     "torch._inductor.lowering.lowerings": never_splits_an_argmax,
     "torch._inductor.codegen.triton.TritonScheduling.kernel_type": has_no_hook_for_kernels,
     "torch._inductor.ir.ExternKernel.set_python_kernel_name": calls_through_the_dispatcher,
+    "torch._inductor.codegen.wrapper.get_opaque_obj_repr": makes_constants_at_each_call,
     "torch._inductor.ir.ComputedBuffer._apply_loop_reordering": orders_loops,
     "torch._guards._TLS.tracing_context": destroys_stacks,
     "torch.export._trace._export": exports_without_asking,

@@ -107,6 +107,11 @@ PATCHES = (
         "Inductor calls every op that it does not lower through torch's dispatcher, which takes 10 us for one in Python.",
     ),
     Patch(
+        "torch._inductor.codegen.wrapper.get_opaque_obj_repr",
+        COMPILE,
+        "Inductor writes a constant as the expression that makes it, which generated code evaluates at each call.",
+    ),
+    Patch(
         "torch._inductor.ir.ComputedBuffer._apply_loop_reordering",
         BUFFER,
         "Inductor orders a buffer's loops by the strides of its reads, and has no way to keep those as written.",

@@ -20,7 +20,7 @@ def install(fallback: str = "warn", rows_alone: bool = False) -> Callable[..., C
     from te_inductor.compat.indexing import joining_dimensions_fast
     from te_inductor.lowerings import decode, permutations  # noqa: F401
     from te_inductor.lowerings.casts import experts, quantize  # noqa: F401
-    from te_inductor.lowerings.codegen.direct_calls import called_directly
+    from te_inductor.lowerings.codegen.direct_calls import called_directly, constants_named
     from te_inductor.lowerings.codegen.programmatic_launch import launched_early
     from te_inductor.lowerings.gemm import (  # noqa: F401
         deferred_wgrads,
@@ -49,6 +49,7 @@ def install(fallback: str = "warn", rows_alone: bool = False) -> Callable[..., C
                 decode.replaced(),
                 joining_dimensions_fast(),
                 called_directly(),
+                constants_named(),
                 V.set_choices_handler(choices(V.choices, rows_alone)),
             ):
                 return compile_guarded(inner_compile, fallback, *args, **kwargs)

@@ -36,6 +36,7 @@ def test_generated_code_calls_the_kernel_itself(compiled):
     found, [code] = run_and_get_code(compiled(quantized), x, None)
     assert "extern_kernels.te_inductor_cpu.quantize_experts(" in code
     assert "torch.ops.te_inductor.quantize_experts.default(" not in code
+    assert "te_inductor_constant_" in code and "Quantizer(" not in code
     for one, other in zip(found, quantized(x, None), strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 

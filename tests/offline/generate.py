@@ -172,9 +172,14 @@ def write(arch: int, case: str, out: Path, stack: contextlib.ExitStack) -> None:
             for name, one in table.items()
             if isinstance(name, str) and name.startswith(PREFIX)
         }
-        check_constants(code.value, names, written)
-        # Kernels for CUDA are called directly; as ops they can be called where there is none.
+        # Kernels for CUDA are called directly; as ops they can be called where there is none. Constants have names, for
+        # which stands what makes them.
         source = re.sub(r"extern_kernels\.te_inductor_cuda\.(\w+)\(", r"torch.ops.te_inductor.\1.default(", code.value)
+        for name, one in list(names.items()):
+            if isinstance(one, Constant):
+                text, parts = represent(one)
+                source, names = source.replace(name, text), names | parts
+        check_constants(source, names, written)
         (out / f"{len(sources)}.py").write_text(source)
         sources.append(source)
         stub = ModuleType("stub")

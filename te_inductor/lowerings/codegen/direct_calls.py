@@ -4,18 +4,25 @@
 torch's dispatcher takes 10 us to call a kernel that is written in Python, most of it for arguments that become torch's
 values and Python's again; the call itself takes 0.1. Generated code knows what the dispatcher would find: plain tensors
 of one device, and gradients off. So it calls the kernel of that device. Ops keep their dispatcher for all other callers:
-eager code, programs that are saved as packages, C++ wrappers."""
+eager code, programs that are saved as packages, C++ wrappers.
 
+Likewise, Inductor writes a constant as the expression that makes it, which each call evaluates: 5 to 40 us for what has
+checks of its own. Generated code has the constant itself under a name, which says all that the expression does, so that
+keys of caches tell two constants apart as before."""
+
+import hashlib
 import inspect
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import _ops
 from torch._inductor import ir
+from torch._inductor.codegen import wrapper
 from torch._inductor.select_algorithm import extern_kernels
 from torch._inductor.virtualized import V
 
 from te_inductor import compat
+from te_inductor.recipes.constants import Constant
 from te_inductor.runtime import definition
 
 for _device_type, _kernels in definition.KERNELS.items():  # also for code that a cache returns
@@ -32,6 +39,20 @@ def called_directly() -> AbstractContextManager[None]:
             node.python_kernel_name = f"extern_kernels.te_inductor_{device}.{_short_name(node.op_overload)}"
 
     return compat.patch("torch._inductor.ir.ExternKernel.set_python_kernel_name", set_python_kernel_name)
+
+
+def constants_named() -> AbstractContextManager[None]:
+    """Have code name constants of ours where it is generated while this context holds. They cannot change."""
+    original: Any = wrapper.get_opaque_obj_repr  # type: ignore[attr-defined]
+
+    def get_opaque_obj_repr(value: Any) -> tuple[str, dict[str, Any]]:
+        source, names = original(value)
+        if not isinstance(value, Constant) or V.graph.cpp_wrapper:
+            return source, names
+        name = f"te_inductor_constant_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+        return name, {name: value}
+
+    return compat.patch("torch._inductor.codegen.wrapper.get_opaque_obj_repr", get_opaque_obj_repr)
 
 
 def _device(node: Any) -> str | None:
