@@ -6,7 +6,7 @@ import pytest
 
 from te_inductor.kernels.fixed_order import cut
 from te_inductor.runtime.eager.fixed_order import BLOCK
-from tests.offline.harness import INTERPRETER, Generated, generate
+from tests.offline.harness import INTERPRETER, Generated, compile_to_cubin, generate
 from tests.support.cuda_code import compiled, spilled
 
 pytest.importorskip("triton")
@@ -51,3 +51,12 @@ def test_generated_code_sums_rows_alike(recipe):
         sums = [kernel for kernel in forward.kernels if re.search(r"tl\.sum\(|welford", kernel.body)]
         assert len(sums) >= 2 and all(kernel.tile == SUMMED_ROW for kernel in sums), case
         assert all(kernel.meta.get("enable_fp_fusion") is False for kernel in forward.kernels), case
+
+
+def test_scales_of_blocks_of_one_row_compile(tmp_path):
+    """A decoded token is a matrix of one row, whose position is no part of where its scales are stored."""
+    kernels = generate("invariant_block_of_one", 90).kernels
+    stores = [kernel for kernel in kernels if "xoffset // 128" in kernel.body and "ymask)" in kernel.body]
+    assert stores
+    for kernel in stores:
+        compile_to_cubin(kernel, 90, tmp_path)

@@ -245,8 +245,10 @@ class BlockKernel(SumsKernel):
                 if f"{prefix}mask" in masks:  # blocks are whole, but a grid of two axes for y has programs behind them
                     masks.discard(f"{prefix}mask")
                     masks.add(f"({prefix}offset < {prefix}numel)")
-        # Added to zeros, as what does not depend on a position is no block, and the value is one.
-        place = f"{self.kexpr(self.rename_indexing(index))} + tl.zeros([1, 1], tl.int32)"
+        # Added to zeros, as what does not depend on a position is no block, and the value is one; a mask is no larger
+        # than what it hides, also of a matrix of one row, whose position is no part of the index.
+        sizes = [size if f"{size[0].lower()}mask" in masks else "1" for size in self.dense_size_list()]
+        place = f"{self.kexpr(self.rename_indexing(index))} + tl.zeros([{', '.join(sizes)}], tl.int32)"
         line = f"tl.store({self.args.output(name)} + ({place}), {value}, {' & '.join(masks) or None})"
         self.stores.writeline(DeferredLine(name, line))
 

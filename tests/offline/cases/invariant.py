@@ -39,3 +39,7 @@ def invariant_block_train() -> Case:
 
 def invariant_block_decode() -> Case:
     return _invariant("block", 3, False)
+
+
+def invariant_block_of_one() -> Case:
+    return _invariant("block", 1, False)
