@@ -12,7 +12,7 @@ keys of caches tell two constants apart as before."""
 
 import hashlib
 import inspect
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import _ops
@@ -42,8 +42,11 @@ def called_directly() -> AbstractContextManager[None]:
 
 
 def constants_named() -> AbstractContextManager[None]:
-    """Have code name constants of ours where it is generated while this context holds. They cannot change."""
-    original: Any = wrapper.get_opaque_obj_repr  # type: ignore[attr-defined]
+    """Have code name constants of ours where it is generated while this context holds. They cannot change. A release
+    that writes them by another function makes them at each call."""
+    original: Any = getattr(wrapper, "get_opaque_obj_repr", None)
+    if original is None:
+        return nullcontext()
 
     def get_opaque_obj_repr(value: Any) -> tuple[str, dict[str, Any]]:
         source, names = original(value)
