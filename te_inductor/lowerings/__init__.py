@@ -22,12 +22,7 @@ def install(fallback: str = "warn", rows_alone: bool = False) -> Callable[..., C
     from te_inductor.lowerings.casts import experts, quantize  # noqa: F401
     from te_inductor.lowerings.codegen.direct_calls import called_directly, constants_named
     from te_inductor.lowerings.codegen.programmatic_launch import launched_early
-    from te_inductor.lowerings.gemm import (  # noqa: F401
-        deferred_wgrads,
-        main_grads,
-        nvfp4_linear,
-        scaled_mm,
-    )
+    from te_inductor.lowerings.gemm import deferred_wgrads, main_grads, nvfp4_linear, scaled_mm  # noqa: F401
     from te_inductor.lowerings.registry import compile_guarded
     from te_inductor.lowerings.row_choices import choices
 

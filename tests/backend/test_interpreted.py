@@ -23,8 +23,8 @@ def graphs(monkeypatch):
     found = {"interpreted": [], "compiled": []}
     run, install = interpreted._interpreter, lowerings.install
 
-    def installed(*args):
-        wrap = install(*args)
+    def installed(*args, **kwargs):
+        wrap = install(*args, **kwargs)
 
         def noted(inner):
             return wrap(lambda gm, *args, **more: (found["compiled"].append(gm), inner(gm, *args, **more))[1])

@@ -46,7 +46,8 @@ def test_amaxes_of_a_graph_that_is_split(others):
     ("kind", "interpreted"), [("plain all", [2, 2]), ("plain last", [2, 0]), ("ddp all", [2, 2]), ("split all", [4, 4])]
 )
 def test_first_steps_are_interpreted_and_amaxes_the_largest_of_all_ranks(kind, interpreted, compiled):
-    """Also where one rank runs generated code in its first step: Note [Ranks that interpret]."""
+    """Ranks find the same amaxes also where one of them runs generated code in its first step: Note [Ranks that
+    interpret]."""
     found = compiled[f"compiled interprets {kind}"]
     check_amaxes(*(one["steps"] for one in found))
     assert [one["interpreted"] for one in found] == interpreted

@@ -146,7 +146,7 @@ def test_the_table_of_curves(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     curves_table.main(["--folder", str(tmp_path), "--shape", "tiny"])
     rows = capsys.readouterr().out.splitlines()
-    assert "| 0.4450 | +0.0200 ± 0.0000 | +4.71% | 50 |" in rows[4], rows
+    assert "| 0.4450 | +0.0200 ± 0.0000 | +4.71% | 50.0 |" in rows[4], rows
     assert rows[-1] == "Runs of bf16 with other seeds end +0.0100 from the first."
     assert (tmp_path / "tiny.png").stat().st_size > 10_000 and (tmp_path / "tiny.md").exists()
 
