@@ -6,9 +6,9 @@ values and Python's again; the call itself takes 0.1. Generated code knows what 
 of one device, and gradients off. So it calls the kernel of that device. Ops keep their dispatcher for all other callers:
 eager code, programs that are saved as packages, C++ wrappers.
 
-Likewise, Inductor writes a constant as the expression that makes it, which each call evaluates: 5 to 40 us for what has
-checks of its own. Generated code has the constant itself under a name, which says all that the expression does, so that
-keys of caches tell two constants apart as before."""
+Likewise, Inductor writes a constant as the expression that makes it, which each call evaluates, with the checks of what
+it makes. Generated code has the constant itself under a name, which says all that the expression does, so that keys of
+caches tell two constants apart as before."""
 
 import hashlib
 import inspect
