@@ -142,7 +142,7 @@ def compile_ahead(job: tuple[NVFP4Config, Problem]) -> None:
         tensors = x, w.view(torch.int32), s.view(torch.int16)
         copied = zip(tensors, sizes, nvfp4_streamed.boxes(*shape[:2]), strict=True)
         nvfp4_streamed._linear.warmup(
-            *(TensorDescriptor(t, list(size), [size[1], 1], list(box), layout) for t, size, (box, layout) in copied),
+            *(TensorDescriptor(t, list(size), [size[1], 1], box.shape, box.layout) for t, size, box in copied),
             one, out, problem.sizes.m, problem.sizes.n, config.splits, problem.sizes.k // 256 // config.splits,
             **nvfp4_streamed.constants(*shape), **nvfp4_streamed.options(*shape), grid=(1,),
         )  # fmt: skip

@@ -10,7 +10,6 @@ triton = pytest.importorskip("triton")
 from triton._C.libtriton import native_specialize_impl  # noqa: E402
 from triton.backends.nvidia.compiler import CUDABackend  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 
 from te_inductor.templates.triton import launcher  # noqa: E402
 
@@ -30,19 +29,20 @@ def tensors():
 
 def descriptors():
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-    for rows, dtype in itertools.product((64, 128), (torch.float8_e4m3fn, torch.uint8)):
-        for height in (256, 4096):
-            yield TensorDescriptor.from_tensor(torch.zeros(height, 256, dtype=dtype), [rows, 128], layout)
+    boxes = [launcher.Box([rows, 128], layout) for rows in (64, 128)]
+    for box, dtype, height in itertools.product(boxes, (torch.float8_e4m3fn, torch.uint8), (256, 4096)):
+        yield launcher.Described(torch.zeros(height, 256, dtype=dtype), box)
 
 
 def by_triton(value):
     """The type, and what else of the value is compiled in."""
+    value = value.descriptor() if isinstance(value, launcher.Described) else value
     return native_specialize_impl(CUDABackend, value, False, True, True)
 
 
 def test_what_is_looked_at():
     values = [*INTEGERS, *tensors(), *descriptors(), None, 0.5, 1.0]
-    found = [(launcher.specialized(value), by_triton(value)) for value in values]
+    found = [(tuple(launcher.specialized([value])[0]), by_triton(value)) for value in values]
     for (ours, theirs), (our_other, their_other) in itertools.combinations(found, 2):
         assert ours != our_other or theirs == their_other, (ours, theirs, their_other)
     assert len({ours for ours, _ in found}) < len(values) / 2  # and few kernels serve many values

@@ -98,7 +98,7 @@ def streamed(config: NVFP4Config, m: int, n: int, k: int, late: Callable[[float]
     x = torch.randn(m, k).to(torch.bfloat16)
     shape = config.rows, config.block_n, config.shares, config.stages
     given = nvfp4_linear.arranged(x, config), stored.view(torch.int32), block_scale.view(torch.int16)
-    boxes = (box for box, _ in nvfp4_streamed.boxes(*shape[:2]))
+    boxes = (box.shape for box in nvfp4_streamed.boxes(*shape[:2]))
     y = np.full((config.splits, m, n), np.nan, np.float32)
     args: tuple[Any, ...] = (
         *map(Descriptor, given, boxes), pointer(tensor_scale), Pointer(y.reshape(-1)), m, n, config.splits,
@@ -156,7 +156,7 @@ def test_prompts(rows, splits, sizes):
     x, x_scale = torch.randn(m, k).to(torch.float8_e4m3fn), torch.rand(m, 1) + 0.5
     config = NVFP4PromptConfig(rows, splits)
     given = nvfp4_fp8.arranged(x), parts[0].view(torch.int32), parts[1].view(torch.uint8)
-    boxes = (box for box, _ in nvfp4_fp8.boxes(rows))
+    boxes = (box.shape for box in nvfp4_fp8.boxes(rows))
     y = np.full((splits, m, n), np.nan, np.float32)
     args: tuple[Any, ...] = (
         *map(Descriptor, given, boxes), pointer(x_scale), pointer(given[2].view(torch.int32)), pointer(parts[2]),

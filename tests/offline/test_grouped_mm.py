@@ -16,6 +16,7 @@ triton = pytest.importorskip("triton")
 from te_inductor.kernels.grouped_mm import GroupedConfig, cut, takes  # noqa: E402
 from te_inductor.templates.triton import grouped_kernel, grouped_mm, grouped_wgrad  # noqa: E402
 from te_inductor.templates.triton.grouped_mm import GroupedLaunch  # noqa: E402
+from te_inductor.templates.triton.launcher import Box  # noqa: E402
 from tests.offline.gluon import Descriptor, Number, Pointer, Program, numpy_of  # noqa: E402
 from tests.support.cuda_code import compiled, disassembled  # noqa: E402
 
@@ -31,9 +32,9 @@ SIZES = {
 NARROW, WIDE = GroupedConfig(128, 2), GroupedConfig(256, 3)  # fewer stages than there are turns, and more
 
 
-def described(x: Tensor, box: list[int], layout: Any) -> Descriptor:
+def described(x: Tensor, box: Box) -> Descriptor:
     assert x.is_contiguous()
-    return Descriptor(x, (box[0], box[1]))
+    return Descriptor(x, tuple(box.shape))
 
 
 def run(call: GroupedLaunch) -> None:
@@ -183,12 +184,12 @@ def test_cubin(gemm, out, added, config, tmp_path):
     kinds = {"e4m3": "fp8e4nv", "e5m2": "fp8e5"}
     types = {"a_scale": "*fp32", "b_scale": "*fp32", "out": f"*{out}", "bounds": "*i32"}
     for name, element, rows in zip("ab", gemm.elements, (128, config.block_n), strict=True):
-        box, layout = grouped_mm.box(rows)
-        types[name] = f"tensordesc<{kinds[element]}{box},{layout!r}>"
+        box = grouped_mm.box(rows)
+        types[name] = f"tensordesc<{kinds[element]}{box.shape},{box.layout!r}>"
     constants = grouped_mm.constants(gemm, config, added) | {"bias": None}
     if gemm.scopes == ("1x128", "1x128"):
-        box, layout = grouped_mm.box_of_scales()
-        types["b_scales"] = f"tensordesc<fp32{box},{layout!r}>"
+        box = grouped_mm.box_of_scales()
+        types["b_scales"] = f"tensordesc<fp32{box.shape},{box.layout!r}>"
     else:
         constants["b_scales"] = None
     made = compiled(grouped_kernel.grouped, constants, types, grouped_mm.options())

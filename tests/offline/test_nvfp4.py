@@ -252,7 +252,7 @@ def test_streamed_cubin(shape, kind, tmp_path):
     products."""
     rows, block_n, shares, _ = shape
     boxes = zip(("x", "units", "scales"), (kind, "i32", "i16"), nvfp4_streamed.boxes(rows, block_n), strict=True)
-    types = {name: f"tensordesc<{kind}{list(box)},{layout!r}>" for name, kind, (box, layout) in boxes}
+    types = {name: f"tensordesc<{kind}{box.shape},{box.layout!r}>" for name, kind, box in boxes}
     types |= {"tensor_scale": "*fp32", "out": f"*{kind}"}
     made = compiled(nvfp4_streamed._linear, nvfp4_streamed.constants(*shape), types, nvfp4_streamed.options(*shape))
     assert made.metadata.shared <= streamed_memory(*shape) <= 227 * 1024
@@ -283,7 +283,7 @@ def test_fp8_cubin(rows, n, k, splits, tmp_path):
     come as copies of the loading warp, and pairs of y are stored."""
     constants = nvfp4_fp8.constants(n, k, NVFP4PromptConfig(rows, splits))
     boxes = zip(("x", "units", "scales"), ("fp8e4nv", "i32", "u8"), nvfp4_fp8.boxes(rows), strict=True)
-    types = {name: f"tensordesc<{kind}{list(box)},{layout!r}>" for name, kind, (box, layout) in boxes}
+    types = {name: f"tensordesc<{kind}{box.shape},{box.layout!r}>" for name, kind, box in boxes}
     out = "*bf16" if splits == 1 else "*fp32"
     types |= {"x_scale": "*fp32", "block_scale": "*i32", "tensor_scale": "*fp32", "out": out}
     made = compiled(nvfp4_fp8._linear, constants, types, nvfp4_fp8.options())

@@ -6,22 +6,20 @@ tiles is bounded by M and E."""
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from te_inductor import targets
 from te_inductor.kernels.grouped_mm import GroupedConfig, cut, takes
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import ALIGNMENT, ROW, Scope
 from te_inductor.templates.triton.grouped_kernel import BLOCK_K, BLOCK_M, HALF, START_REGISTERS, grouped
-from te_inductor.templates.triton.launcher import Launcher
+from te_inductor.templates.triton.launcher import Box, Described, Launcher
 
-Describe = Callable[[Tensor, list[int], Any], Any]  # a tensor, the box that a copy brings, its layout
+Describe = Callable[[Tensor, Box], Any]
 
 
 def check(gemm: Gemm, *sizes: int) -> None:
@@ -33,8 +31,7 @@ def check(gemm: Gemm, *sizes: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class GroupedLaunch:
+class GroupedLaunch(NamedTuple):
     """A launch of the kernel."""
 
     programs: int
@@ -84,15 +81,15 @@ def _launcher(
 
 
 @functools.cache
-def box(rows: int) -> tuple[list[int], Any]:
+def box(rows: int) -> Box:
     """What one copy brings of an operand."""
-    return [rows, BLOCK_K.value], gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    return Box([rows, BLOCK_K.value], gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2))
 
 
 @functools.cache
-def box_of_scales() -> tuple[list[int], Any]:
+def box_of_scales() -> Box:
     """The box of scales of blocks of rows of b."""
-    return [1, HALF.value], gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return Box([1, HALF.value], gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2))
 
 
 def grouped_mm(
@@ -123,10 +120,10 @@ def prepared(
     out: Tensor,
     gemm: Gemm,
     config: GroupedConfig | None = None,
-    describe: Describe = TensorDescriptor.from_tensor,
+    describe: Describe = Described,
     programs: int | None = None,
 ) -> GroupedLaunch:
-    """The launch, without which nothing is computed; others than CUDA's descriptors are for the tests."""
+    """The launch, without which nothing is computed; others than CUDA's descriptions are for the tests."""
     (m, k), (e, n, _) = a.shape, b.shape
     programs = programs or targets.multiprocessors(a.device)
     config = config or cut(m, n, programs)
@@ -134,5 +131,5 @@ def prepared(
     # Groups end inside tiles, at most every one of them; the rows that belong to none are as one more.
     tiles = (m // BLOCK_M.value + min(m, e + 1)) * -(-n // config.block_n)
     programs = min(programs, tiles)
-    of_a, of_b = describe(a, *box(BLOCK_M.value)), describe(b.view(e * n, k), *box(config.block_n))
+    of_a, of_b = describe(a, box(BLOCK_M.value)), describe(b.view(e * n, k), box(config.block_n))
     return GroupedLaunch(programs, (of_a, a_scale, of_b, b_scale, None, bias, out, ends, e, m, n, k, programs), launch)

@@ -5,7 +5,6 @@ A tile of the result is one program's, so that it is added to a total without at
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from te_inductor import targets
 from te_inductor.kernels.grouped_mm import GroupedConfig, cut
@@ -18,6 +17,7 @@ from te_inductor.templates.triton.grouped_mm import (
     box_of_scales,
     launcher_of,
 )
+from te_inductor.templates.triton.launcher import Described
 
 
 def grouped_wgrad(
@@ -52,7 +52,7 @@ def prepared(
     gemm: Gemm,
     add: bool,
     config: GroupedConfig | None = None,
-    describe: Describe = TensorDescriptor.from_tensor,
+    describe: Describe = Described,
     programs: int | None = None,
 ) -> GroupedLaunch:
     """Makes the launch as that of `grouped_mm` is made."""
@@ -61,8 +61,8 @@ def prepared(
     config = config or cut(e * m, n, programs)
     launch = launcher_of(gemm, config, add, m, n)
     programs = min(programs, e * -(-m // BLOCK_M.value) * -(-n // config.block_n))
-    scales = describe(b_scale.view(-1, n), *box_of_scales()) if gemm.blocked else None
-    of_a, of_b = describe(a, *box(BLOCK_M.value)), describe(b, *box(config.block_n))
+    scales = describe(b_scale.view(-1, n), box_of_scales()) if gemm.blocked else None
+    of_a, of_b = describe(a, box(BLOCK_M.value)), describe(b, box(config.block_n))
     return GroupedLaunch(
         programs, (of_a, a_scale, of_b, b_scale, scales, None, out, starts, e, m, n, p, programs), launch
     )

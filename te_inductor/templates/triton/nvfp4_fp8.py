@@ -11,6 +11,7 @@ that are no power of two are two products, of one left operand.
 The FP8 values are those of `numerics.nvfp4.recast`, each the value times a power of two of its row. Where K is split, it
 is the largest that a part's own block scales allow."""
 
+import functools
 from typing import Any
 
 import torch
@@ -24,12 +25,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from te_inductor.kernels import nvfp4_fp8
 from te_inductor.kernels.nvfp4_fp8 import NVFP4PromptConfig
 from te_inductor.recipes.formats import E2M1, E4M3
-from te_inductor.templates.triton.launcher import launcher
+from te_inductor.templates.triton.launcher import Box, Described, launcher
 from te_inductor.templates.triton.nvfp4_decode import E4M3_VALUES, SCALE, TIMES
 from te_inductor.templates.triton.nvfp4_groups import (
     BLOCK_K,
@@ -82,7 +82,7 @@ def partial_sums(
     run = launcher(_linear, **constants(n, k, config), **options())
     run(
         triton.cdiv(m, config.rows) * config.splits * triton.cdiv(n, BLOCK_N.value),
-        *(TensorDescriptor.from_tensor(tensor, list(block), layout) for tensor, (block, layout) in copied),
+        *(Described(tensor, box) for tensor, box in copied),
         x_scale,
         scales.view(torch.int32),
         tensor_scale,
@@ -96,15 +96,18 @@ def options() -> dict[str, Any]:
     return {"num_warps": 4, "maxnreg": _REGISTERS["default"]}
 
 
-def boxes(rows: int) -> tuple[tuple[tuple[int, int], Any], ...]:
+@functools.cache
+def boxes(rows: int) -> tuple[Box, ...]:
     """What one copy brings of x, the weight's units and its block scales."""
     return (
-        ((_box(rows), HALF_K.value), gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)),
-        (
+        Box((_box(rows), HALF_K.value), gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)),
+        Box(
             (BLOCK_N.value, BLOCK_K.value // 8),
             gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2),
         ),
-        ((BLOCK_N.value, BLOCK_K.value // 16), gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8, rank=2)),
+        Box(
+            (BLOCK_N.value, BLOCK_K.value // 16), gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8, rank=2)
+        ),
     )
 
 

@@ -11,6 +11,7 @@ a turn waits for the last.
 Kernels start early: Note [Kernels that start early] in lowerings/codegen/programmatic_launch.py. To load the weight
 before that wait was no faster (docs/ledger.md)."""
 
+import functools
 from typing import Any
 
 import torch
@@ -24,12 +25,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from te_inductor.kernels.nvfp4_linear import streamed_memory
 from te_inductor.targets import sm90
-from te_inductor.templates.triton.launcher import launcher
+from te_inductor.templates.triton.launcher import Box, Described, launcher
 from te_inductor.templates.triton.nvfp4_decode import FACTOR, words
 from te_inductor.templates.triton.nvfp4_groups import (
     BLOCK_K,
@@ -71,7 +71,7 @@ def launch(
     run = launcher(_linear, **constants(rows, block_n, shares, stages), **options(rows, block_n, shares, stages))
     run(
         triton.cdiv(m, rows) * splits * triton.cdiv(n, block_n),
-        *(TensorDescriptor.from_tensor(tensor, list(box), layout) for tensor, (box, layout) in copied),
+        *(Described(tensor, box) for tensor, box in copied),
         tensor_scale,
         out,
         m,
@@ -94,12 +94,13 @@ def options(rows: int, block_n: int, shares: int, stages: int) -> dict[str, Any]
     return {"num_warps": 4, "maxnreg": _registers(rows, block_n, shares, stages)[0], "launch_pdl": True}
 
 
-def boxes(rows: int, block_n: int) -> tuple[tuple[tuple[int, int], Any], ...]:
+@functools.cache
+def boxes(rows: int, block_n: int) -> tuple[Box, ...]:
     """What one copy brings of x, the weight's units and pairs of its block scales."""
     return (
-        ((rows, HALF_K.value), gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)),
-        ((block_n, BLOCK_K.value // 8), gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)),
-        ((block_n, BLOCK_K.value // 32), gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)),
+        Box((rows, HALF_K.value), gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)),
+        Box((block_n, BLOCK_K.value // 8), gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)),
+        Box((block_n, BLOCK_K.value // 32), gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)),
     )
 
 
