@@ -119,7 +119,7 @@ def programs(gpu: bool) -> list[Program]:
         Program("lightning", ("lightning_run --folder FOLDER",), packages=["lightning"], **tiny),
         Program("fabric", ("lightning_run --folder FOLDER --fabric",), packages=["lightning"], **tiny),
         Program("sft", ("sft --folder FOLDER",), packages=["trl", "peft", "datasets"], **tiny),
-        Program("grpo", ("grpo --folder FOLDER",), ends, ["trl", "datasets"]),
+        Program("grpo", ("grpo --folder FOLDER --arm fp8 --steps 8",), ends, ["trl", "datasets"]),
         Program("timm", ("timm_run --folder FOLDER",), packages=["torchvision", "timm"], **tiny),
         Program(
             "sentence_transformers",

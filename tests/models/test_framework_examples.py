@@ -58,14 +58,30 @@ def test_sft_trains_adapters_and_resumes(environment, tmp_path):
 
 
 def test_grpo_scores_what_it_has_sampled(tmp_path):
-    """The log-probabilities of rollout and training are near each other, and without a recipe equal to round-off."""
+    """The log-probabilities of rollout and training are equal in the exact arm, and with weights that are stored as
+    training multiplies them to round-off. An arm that stops goes on where it was."""
     grpo = example("grpo", "trl", "datasets")
-    given = ["--folder", str(tmp_path), "--steps", "2", "--warm-up", "5", "--batch", "16", "--recipe"]
-    low = grpo.main([*given, "current"])
-    torch._dynamo.reset()
-    plain = grpo.main([*given, "current", "--options", '{"policy": {"*": "none"}}'])
-    assert [line["step"] for line in low] == [1, 2]
-    assert all(line["max_apart"] < 1e-4 for line in plain) and all(1e-4 < line["mean_apart"] < 0.2 for line in low)
+    given = [
+        "--folder",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--steps",
+        "2",
+        "--warm-up",
+        "5",
+        "--batch",
+        "16",
+        "--layers",
+    ]
+    for more in (["--seconds", "0"], []):
+        grpo.main([*given, "1", *more])
+    found = example("grpo_table").read(tmp_path)
+    assert {arm: [line["step"] for line in steps] for arm, steps in found.items()} == {arm: [1, 2] for arm in grpo.ARMS}
+    apart = {arm: max(line["mean_apart"] for line in steps) for arm, steps in found.items()}
+    assert apart["fp8-exact"] == 0 and apart["nvfp4-qat"] < 1e-5 and apart["bf16"] < 1e-5 < apart["fp8"] < 0.2
+    with pytest.raises(ValueError, match="name another --folder"):
+        grpo.main([*given, "2"])
 
 
 def test_diffusers_compiles_repeated_blocks(tmp_path):
