@@ -53,6 +53,10 @@ MOST_EXPERTS_OF_A_ROW = 16
 # Casts read tensors of up to so many ops: with more, Inductor (30 on GPUs) writes one before others read it, in fp32.
 # The gradient of Gemma's GELU by tanh was written so, 448 MiB of 8192 x 14336, in front of the kernel that casts it.
 MOST_OPS_OF_A_TENSOR = 48
+# A tensor that is computed of more than so many others is written before several readers read it (4 in Inductor). What
+# is saved in low precision is read as two. The gradient of a gate is computed of dy, gate and up: it was written, 235 MB
+# of 8192 x 14336, in front of the kernel that casts it.
+MOST_READS_WITH_SCALES = 5
 
 
 @build.kept_open()
@@ -233,6 +237,8 @@ def _limits(plan: Plan) -> dict[str, int]:
         found["unroll_reductions_threshold"] = MOST_EXPERTS_OF_A_ROW + 1
     elif any(weight.is_cuda for weight in weights):
         found["realize_opcount_threshold"] = MOST_OPS_OF_A_TENSOR
+    if plan.options.saves_low:
+        found["realize_reads_threshold"] = MOST_READS_WITH_SCALES
     if any(weight.is_cpu for weight in weights) and (bits := compat.width_of_right_vectors()) is not None:
         found["cpp.simdlen"] = bits
     return found

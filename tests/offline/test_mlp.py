@@ -42,6 +42,14 @@ def test_every_gemm_is_an_fp8_gemm(training: Generated) -> None:
     assert backward.count("use_fast_accum=False") == 4
 
 
+def test_the_gradients_of_gate_and_up_are_cast_where_they_are_computed(arch: int) -> None:
+    """Also where gate and up are saved as codes with scales, which are two reads for one: no gradient is written first."""
+    for case in ("mlp_training_delayed", "mlp_training_saved"):
+        _, backward = generate(case, arch).sources
+        [gradients] = [name for name in re.findall(r"(\S+)\.run\(", backward) if "sigmoid" in name]
+        assert "quantize_pieces" in gradients
+
+
 def test_operands_are_k_major(training: Generated) -> None:
     """cuBLASLt reads fp8 operands with the contraction dimension contiguous; any other layout is refused at run
     time."""

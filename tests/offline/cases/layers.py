@@ -21,6 +21,12 @@ def mlp_training_delayed() -> Case:
     return _mlp_training("delayed")
 
 
+def mlp_training_saved() -> Case:
+    """Of sequences, whose gradients are views."""
+    compiled, (x,) = _mlp_training("delayed", saved="low_precision")
+    return compiled, (x.detach().unflatten(0, (4, -1)).requires_grad_(),)
+
+
 def mlp_training_rowwise() -> Case:
     return _mlp_training("rowwise")
 
