@@ -98,7 +98,7 @@ def look(name: str, kind: str, written: str) -> dict[str, Any]:
             left = f"{type(error).__name__}: {error}"[:120]
     else:
         return {"left": left}
-    backend, worst, lost = Passes(), (0.0, ""), set[str]()
+    backend, worst, lost = Passes(traced=True), (0.0, ""), set[str]()
     try:
         with as_on_a_gpu(pytest.MonkeyPatch()):
             compiled = torch.compile(model, backend=backend)

@@ -80,7 +80,7 @@ def padded_with_dropout(mask, dropout):
 @pytest.mark.parametrize("reentrant", (False, True))
 def test_a_checkpoint(reentrant, monkeypatch):
     """What is computed again has to drop what was dropped. As weights drop what they drop, the output is linear in v."""
-    backend, (tensors, padding, documents) = Passes(), operands(150, groups=4)
+    backend, (tensors, padding, documents) = Passes(traced=True), operands(150, groups=4)
     run = padded_with_dropout(padded_both_ways, 0.4)
     monkeypatch.setattr(sites, "DROPOUT_QUERIES", 1)
 

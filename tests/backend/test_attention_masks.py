@@ -288,7 +288,7 @@ def test_inside_a_checkpoint(monkeypatch):
         q = checkpoint(block, q, k, v, use_reentrant=False)
         return checkpoint(block, q, k, v, use_reentrant=False)
 
-    backend = Passes()
+    backend = Passes(traced=True)
     tensors, padding, documents = operands(140, groups=4)
     with as_on_a_gpu(monkeypatch):
         assert_same(run, torch.compile(run, backend=backend), tensors, padding, documents)
