@@ -54,7 +54,7 @@ def test_rows_are_alike_in_any_number_trained_or_not(recipe):
     trained.square().sum().backward()
     assert all(one.grad is not None and one.grad.abs().sum() > 0 for one in model.parameters())
     with torch.no_grad():
-        for first, last in ((0, 21), (4, 5), (3, 16)):
+        for first, last in ((4, 5), (3, 16)):
             assert torch.equal(run(x[first:last].contiguous()), trained[first:last]), (first, last)
 
 
