@@ -132,6 +132,20 @@ def run_passes(plan: Plan, passes: Sequence[Callable[[Plan], None]] | None = Non
     return plan.outcome.report
 
 
+def rehearse(plan: Plan, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Trace a plan's graph into those of its forward and backward as its compile does, with Inductor's compiler of
+    single graphs replaced by what `around` makes of it. The plan's graph is as it was behind it, and its report has what
+    only those graphs tell. No state is made, and no other rank learns of it."""
+    originals = _set_aside(plan.graph_modules())
+    try:
+        plan.outcome.report = run_passes(plan, pre_grad.REHEARSED)
+        inputs = [*plan.inputs, *(example for kind in plan.outcome.extra_inputs for example in kind.examples)]
+        with compat.traced_beside(), compat.unwinding_transforms(), compat.without_graph_cache():
+            _inductor(plan, None, around)(plan.gm, inputs)
+    finally:
+        _give_up(plan, originals)
+
+
 def _options_inside(options: Options) -> Iterator[Unmet]:
     """What was asked for parts of the model that are compiled themselves, and that Dynamo has traced into this graph."""
     for name, given in compat.compiled_inside(te):
@@ -181,7 +195,9 @@ class Inductor(Protocol):
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], runs_seldom: bool = False) -> Callable[..., Any]: ...
 
 
-def _inductor(plan: Plan, name: str | None) -> Inductor:
+def _inductor(
+    plan: Plan, name: str | None, around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda inner: inner
+) -> Inductor:
     """Inductor with the mode's options, the user's, our lowerings, and our passes on its graphs. A graph that holds
     nothing of ours gets plain Inductor: it runs as it would without this backend, no faster and no slower."""
     options = plan.options
@@ -198,7 +214,7 @@ def _inductor(plan: Plan, name: str | None) -> Inductor:
     if options.saves_low:
         patches["custom_partitioner_fn"] = _saving_low(plan, theirs)
     elif not plan.is_ours:
-        return lambda gm, inputs, runs_seldom=False: compat.compile_fx(gm, inputs, patches, name)
+        return lambda gm, inputs, runs_seldom=False: compat.compile_fx(gm, inputs, patches, name, around)
     patches.update(told := inductor_options(options))
     wrap_inner = lowerings.install(options.fallback, rows_alone=bool(told))
     compat.patch("torch._inductor.config.loop_index_inversion_in_fusion", False, on=patches)
@@ -212,11 +228,11 @@ def _inductor(plan: Plan, name: str | None) -> Inductor:
         patches[place] = GraphPass(patches.get(place, getattr(inductor, place)), passes)
 
     def compile(gm: fx.GraphModule, inputs: Sequence[Any], runs_seldom: bool = False) -> Callable[..., Any]:
-        wrap = (lambda inner: interpreted.interpreting(wrap_inner(inner))) if runs_seldom else wrap_inner
+        seldom = interpreted.interpreting if runs_seldom else lambda inner: inner
         cached = compat.without_graph_cache() if runs_seldom else nullcontext()
         try:
             with flops.weighed(), compat.saving_a_minimum_cut(), cached:
-                return compat.compile_fx(gm, inputs, patches, name, wrap)  # type: ignore[no-any-return]
+                return compat.compile_fx(gm, inputs, patches, name, lambda inner: around(seldom(wrap_inner(inner))))  # type: ignore[no-any-return]
         except Exception as error:
             if not _is_of_files(error):
                 patches["custom_partitioner_fn"] = theirs  # the user's graph, which is next, runs as written

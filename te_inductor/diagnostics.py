@@ -16,6 +16,7 @@ import torch
 from te_inductor.errors import FallbackError, FallbackWarning
 from te_inductor.presentation.paths import HIDDEN, grouped, nearest, shown
 from te_inductor.presentation.report import Report, SavedSite, Unmet, percent
+from te_inductor.presentation.saved import text as table_of_saved
 
 log = logging.getLogger("te_inductor")
 
@@ -69,6 +70,8 @@ def announce_saved(saved: Sequence[SavedSite], globs: Sequence[str], fallback: s
     Raises:
         FallbackError: with ``fallback="error"``.
     """
+    if saved:
+        log.info("%s", table_of_saved(Report(saved=[*saved])))
     for site in saved:
         log.debug("%s", site)
     asked = [site for site in saved if not site.outside]

@@ -12,6 +12,7 @@ from te_inductor import recipes, targets
 from te_inductor.api.eager_products import EagerProduct, EagerProducts, Names, report_of
 from te_inductor.api.expectation import GraphMemory, expected_of, memory_of
 from te_inductor.api.lowering import Program, parse_options, plan_of
+from te_inductor.api.rehearsal import saved_by
 from te_inductor.api.statistics import statistics
 from te_inductor.api.tracing import traced
 from te_inductor.backend import parse, run_passes
@@ -83,7 +84,8 @@ def _of_run(
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         plan = Plan(gm, parsed, example_inputs)
         with targets.taken_for(there):
-            reports.append(run_passes(plan, DECIDE))
+            saved = saved_by(gm, parsed, example_inputs)
+            reports.append(replace(run_passes(plan, DECIDE), saved=saved))
             if reports[-1].failure is None:
                 times.append(times_of(plan))
                 memory.append(memory_of(plan))

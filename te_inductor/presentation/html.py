@@ -57,13 +57,15 @@ def part(parts: Iterable[str]) -> str:
 
 
 def _parts(report: "Report") -> list[str]:
-    from te_inductor.presentation import sites
+    from te_inductor.presentation import saved, sites
 
     parts = [text(sites.headline(report))]
-    for title, columns, rows in (
+    tables = [
         ("By kind", sites.BY_KIND, sites.kind_rows(report)),
         ("By layer", sites.BY_LAYER, sites.layer_rows(report)),
-    ):
+    ]
+    tables += [(saved.title(report), saved.COLUMNS, saved.rows(report))] if report.saved else []
+    for title, columns, rows in tables:
         made = table([column.name for column in columns], [column.right for column in columns], rows)
         parts += [f"<h2>{title}</h2>", made]
         if title == "By kind":

@@ -51,6 +51,7 @@ class SavedSite:
     """One value that a forward saves for its backward, and that is wide enough to be saved in low precision."""
 
     fqn: str  # of the module that reads it
+    maker: str  # of the module that makes it
     shape: tuple[Any, ...]  # a symbolic size is a string
     dtype: str
     bytes_before: int

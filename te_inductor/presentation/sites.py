@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from te_inductor.presentation import weights
+from te_inductor.presentation import saved, weights
 from te_inductor.presentation.paths import HIDDEN, by_kind, grouped, kind, named, nearest, plain, shown
 from te_inductor.presentation.tables import Column, tabulated, wrapped
 
@@ -46,7 +46,7 @@ def text(report: "Report", details: bool, columns_wide: int | None) -> str:
     reasons = [] if details else high_precision(report)
     if reasons:
         parts.append("\n".join(["High precision:", *(wrapped(line, columns_wide) for line in reasons)]))
-    parts.append(weights.text(report, columns_wide))
+    parts += [weights.text(report, columns_wide), saved.text(report, details, columns_wide)]
     parts.append("\n".join(line if "\n" in line else wrapped(line, columns_wide, "") for line in tail(report)))
     return "\n\n".join(part for part in parts if part)
 

@@ -1,6 +1,7 @@
 """Option `saved`: what a program with layers in FP8 saves, its gradients, policies, warnings and the cache key."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.autograd.graph import saved_tensors_hooks
 
 import te_inductor
-from te_inductor import compat
+from te_inductor import backend, compat
 from te_inductor.errors import FallbackWarning, OptionError
 from te_inductor.passes.joint import low_precision_saves
 from te_inductor.passes.joint.low_precision_saves import SavingPartitioner
@@ -90,6 +91,23 @@ def test_a_block_saves_less(recipe):
     share = 0.57 if recipe == "delayed" else 0.7  # with scales of blocks, copies of layers' inputs are saved too
     assert low < 0.78 * fp8 and low < share * high, (high, fp8, low)
     assert 0 < error(by_low, by_fp8) < error(by_fp8, exact), (error(by_low, by_fp8), error(by_fp8, exact))
+
+
+def test_explain_tells_what_a_compile_saves(monkeypatch):
+    """Row by row, and leaves no state, as it runs nothing of what it traces."""
+    model, x = blocks(), torch.randn(1, 128, HIDDEN, dtype=torch.bfloat16)
+    given = {"recipe": "delayed", "policy": {"*": "delayed"}, "saved": {"*.norm?": "low_precision"}}
+    found = te_inductor.explain(model, x, options=given)
+    assert not te_inductor.state_dict(model) and all(one.grad is None for one in model.parameters())
+    told = []
+    monkeypatch.setattr(backend, "announce_saved", lambda rows, *_: told.extend(rows))
+    torch.compile(model, backend="te", options=given)(x)
+    assert found.saved == told and {one.reason is None for one in told} == {True, False}
+    cast = [(one.fqn, one.maker, one.shape) for one in found.saved if one.reason is None]
+    assert ("1.norm2", "1", (1, 128, HIDDEN)) in cast, cast
+    text = str(found)
+    assert "option 'saved' says so" in text and re.search(r"^\*\.norm2 +2 .* 128 x 256 bfloat16", text, re.M), text
+    assert not te_inductor.explain(model, x, options={"recipe": "delayed"}).saved
 
 
 def test_a_policy_names_the_modules_that_read():

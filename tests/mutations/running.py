@@ -97,8 +97,8 @@ MUTATIONS = [
     ),
     Mutation(
         "each rank decides for itself whether its experts pay",
-        "rewrite_attention, *_WEIGHED, follow_ranks, *_DECIDED, *_REWRITE)",
-        "rewrite_attention, *_WEIGHED, *_DECIDED, *_REWRITE)",
+        "rewrite_attention, *_WEIGHED, follow_ranks, *_DECIDED, *_BEGUN, *_REWRITE)",
+        "rewrite_attention, *_WEIGHED, *_DECIDED, *_BEGUN, *_REWRITE)",
         ("tests/backend/test_expert_parallel.py", "-k", "unequal"),
     ),
     Mutation(

@@ -77,7 +77,14 @@ def _row(one: Saved) -> SavedSite:
     reason = None if one.refusal is None else str(one.refusal)
     dtype = str(value.dtype).removeprefix("torch.")
     return SavedSite(
-        _place(one.source), shape, dtype, one.bytes_before, one.bytes_after, reason, _is_meant(one.refusal)
+        _place(one.source),
+        module_path(one.source),
+        shape,
+        dtype,
+        one.bytes_before,
+        one.bytes_after,
+        reason,
+        _is_meant(one.refusal),
     )
 
 

@@ -2,7 +2,8 @@
 the forms of `sites/`), decide about each (`decide/`), and put low-precision ones in their place (`rewrite/`). Each pass
 takes the compile's one `Plan`. Each stage imports from those before it and from `passes/graph`, never the other way.
 
-`explain` runs DECIDE or DECIDE_EXPORTED alone, `calibrate` FIND once and CHECK for each recipe. Graphs that Dynamo did
+`explain` runs DECIDE or DECIDE_EXPORTED alone, `calibrate` FIND once and CHECK for each recipe. REHEARSED rewrites a
+graph that will not run, of which nothing outside of it learns: no other rank, guard or build. Graphs that Dynamo did
 not make have lists of their own, of the same passes: EXPORTED is for exported programs, TRACED for graphs of forward and
 backward.
 """
@@ -54,15 +55,10 @@ _WEIGHED: tuple[Pass, ...] = (*_FOUND, *CHECK, weigh_sites)
 _DECIDED: tuple[Pass, ...] = (check_gathers, check_exchanges, merge_sites, check_extras, report_sites, report_losses)
 FIND: tuple[Pass, ...] = (*_OPENED, *_FOUND)
 DECIDE: tuple[Pass, ...] = (*_OPENED, *_WEIGHED, *_DECIDED)
-_REWRITE: tuple[Pass, ...] = (
-    compare_ranks,
-    guard_extras,
-    start_builds,
-    rewrite_permutations,
-    rewrite_losses,
-    rewrite_sites,
-)
-PASSES: tuple[Pass, ...] = (*_OPENED, rewrite_attention, *_WEIGHED, follow_ranks, *_DECIDED, *_REWRITE)
+_BEGUN: tuple[Pass, ...] = (compare_ranks, guard_extras, start_builds)
+_REWRITE: tuple[Pass, ...] = (rewrite_permutations, rewrite_losses, rewrite_sites)
+PASSES: tuple[Pass, ...] = (*_OPENED, rewrite_attention, *_WEIGHED, follow_ranks, *_DECIDED, *_BEGUN, *_REWRITE)
+REHEARSED: tuple[Pass, ...] = (*_OPENED, rewrite_attention, *_WEIGHED, *_DECIDED, *_REWRITE)
 
 _CHECKED: tuple[Pass, ...] = (list_products, resolve_recipes, check_sites, refuse_what_has_no_place)
 _REPORTED: tuple[Pass, ...] = (weigh_sites, report_sites)
