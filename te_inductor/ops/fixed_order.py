@@ -10,19 +10,25 @@ from te_inductor.ops.differentiable import Gradients, Needs, Operation
 from te_inductor.runtime.definition import op_of
 from te_inductor.runtime.eager import fixed_order
 
-fixed_mm = op_of(
-    fixed_order.fixed_mm, lambda a, b, *rest: a.new_empty((*a.shape[:2], b.shape[1]), dtype=rest[-1]), name="fixed_mm"
-)
+
+def _fake_mm(a: Tensor, b: Tensor, *about: Any) -> Tensor:
+    out_dtype, turned = about[3], about[4:] == (True,)
+    return a.new_empty((*a.shape[:2], b.shape[2 if turned else 1]), dtype=out_dtype)
+
+
+fixed_mm = op_of(fixed_order.fixed_mm, _fake_mm, name="fixed_mm")
 
 
 @dataclass(frozen=True)
 class FixedProduct(Operation):
-    """Inputs: a (B, M, K) and b (B, N, K), of one dtype. The gradients are torch's own products."""
+    """Inputs: a (B, M, K) and b (B, N, K), or (B, K, N) where it is turned, of one dtype. The gradients are torch's own
+    products."""
 
     out_dtype: torch.dtype
+    turned: bool = False
 
     def compute(self, needs: Needs, a: Tensor, b: Tensor) -> tuple[Tensor, Any]:
-        return fixed_mm(a, b, None, None, False, self.out_dtype), needs
+        return fixed_mm(a, b, None, None, False, self.out_dtype, self.turned), needs
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], found: Any) -> None:
         a, b = inputs
@@ -32,7 +38,10 @@ class FixedProduct(Operation):
     def backward(self, ctx: Any, *grads: Tensor) -> Gradients:
         a, b = ctx.saved_tensors
         dy = grads[0].to(ctx.dtype)
-        return torch.bmm(dy, b) if ctx.needs[0] else None, torch.bmm(dy.mT, a) if ctx.needs[1] else None
+        da = torch.bmm(dy, b.mT if self.turned else b) if ctx.needs[0] else None
+        if not ctx.needs[1]:
+            return da, None
+        return da, torch.bmm(a.mT, dy) if self.turned else torch.bmm(dy.mT, a)
 
 
 def trace_fixed_linear(
@@ -68,7 +77,7 @@ def trace_fixed_attention(
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     weights = torch._safe_softmax(scores, -1).to(q.dtype).reshape(*rows.shape[:-1], keys)
-    y = FixedProduct(q.dtype)(weights, v.reshape(-1, keys, v.shape[-1]).mT.contiguous())
+    y = FixedProduct(q.dtype, turned=True)(weights, v.reshape(-1, keys, v.shape[-1]))
     return y.reshape(*sizes, v.shape[-1])
 
 

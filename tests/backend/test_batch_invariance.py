@@ -40,6 +40,7 @@ def test_the_eager_product_sums_in_one_order():
     assert (error <= 2 * 300 * 2.0**-24 * (a.double().abs() @ b.double().abs().mT)).all()
     for rows in range(1, 9):
         assert torch.equal(fixed_mm(a[:, :rows], b, None, None, False, torch.float32), y[:, :rows])
+    assert torch.equal(fixed_mm(a, b.mT.contiguous(), None, None, False, torch.float32, True), y)
     longer = [torch.cat([one, torch.zeros(2, one.shape[1], 5).bfloat16()], 2) for one in (a, b)]
     assert torch.equal(fixed_mm(*longer, None, None, False, torch.float32), y)
 

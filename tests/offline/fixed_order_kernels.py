@@ -41,6 +41,8 @@ def check(sizes, dtype, shapes) -> None:
     if shapes is None:
         longer = [torch.cat([x, torch.zeros(batch, x.shape[1], 300).to(dtype)], 2) for x in (a, b)]
         assert torch.equal(fixed_order.multiply(*longer, None, None, False, FP32, CONFIG), y), sizes
+        turned = b.mT.contiguous()
+        assert torch.equal(fixed_order.multiply(a, turned, None, None, False, FP32, CONFIG, True), y), sizes
     narrow = fixed_order.multiply(a, b, *scales, blocked, BF16, CONFIG)
     assert torch.equal(narrow, y.bfloat16())
 

@@ -19,9 +19,9 @@ def test_interpreted():
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-@pytest.mark.parametrize("scales", [0, 1, 2])
+@pytest.mark.parametrize(("scales", "turned"), [(0, False), (0, True), (1, False), (2, False)])
 @pytest.mark.parametrize("n", [1024, 32768])
-def test_cubin(n, scales):
+def test_cubin(n, scales, turned):
     """Hopper's instructions of 64 rows multiply, as often as the tile says, each over all of the tile's columns."""
     from te_inductor.templates.triton.fixed_order import _fixed_mm
 
@@ -29,7 +29,7 @@ def test_cubin(n, scales):
     config = cut(n, OPERANDS[dtype])
     constants = {
         "SCALES": scales, "OF_ROWS": (True, True), "ROWS": config.rows, "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k, "STAGES": config.stages,
+        "BLOCK_K": config.block_k, "STAGES": config.stages, "TURNED": turned,
     }  # fmt: skip
     types = {"a": f"*{dtype}", "a_scale": "*fp32", "b": f"*{dtype}", "b_scale": "*fp32", "out": "*bf16"}
     made = compiled(_fixed_mm, constants, types, {"num_warps": config.warps}, multiples=("N", "K"))

@@ -18,18 +18,20 @@ convert = torch.ops.prims.convert_element_type
 @lowering(ops.fixed_mm)
 def fixed_mm(
     a: ir.TensorBox,  # (B, M, K)
-    b: ir.TensorBox,  # (B, N, K)
+    b: ir.TensorBox,  # (B, N, K), or (B, K, N) where it is turned
     a_scale: ir.TensorBox | None,  # as the eager kernel has them
     b_scale: ir.TensorBox | None,
     blocked: bool,
     out_dtype: torch.dtype,
+    turned: bool = False,
 ) -> ir.TensorBox:  # (B, M, N)
     """Calls our kernel on CUDA. On a CPU it is a sum over the last of four dimensions, which generated code makes one
     element after the other, where it neither has vectors nor threads (passes/pre_grad/decide/invariance.py)."""
     if a.get_device_or_error().type == "cuda":
-        return called(ops.fixed_mm, a, b, a_scale, b_scale, blocked, out_dtype)  # type: ignore[no-any-return]
+        return called(ops.fixed_mm, a, b, a_scale, b_scale, blocked, out_dtype, turned)  # type: ignore[no-any-return]
     for operand in (a, b):  # once: each element is read N times, or M times
         operand.realize()
+    b = lowerings[aten.permute](b, [0, 2, 1]) if turned else b
     wide_a, wide_b = (lowerings[convert](x, torch.float32) for x in (a, b))
     products = lowerings[aten.mul](lowerings[aten.unsqueeze](wide_a, 2), lowerings[aten.unsqueeze](wide_b, 1))
     y = lowerings[aten.sum](products, [3])

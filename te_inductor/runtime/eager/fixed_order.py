@@ -9,14 +9,15 @@ BLOCK = 128  # columns that share a scale, where scales change along K
 
 def fixed_mm(
     a: Tensor,  # (B, M, K)
-    b: Tensor,  # (B, N, K)
+    b: Tensor,  # (B, N, K), or (B, K, N) where it is turned
     a_scale: Tensor | None,  # (), (M, 1), or (K/128, M) of blocks, fp32
     b_scale: Tensor | None,  # (), (N, 1), or (K/128, N)
     blocked: bool,  # whether scales are those of blocks
     out_dtype: torch.dtype,
+    turned: bool = False,
 ) -> Tensor:  # (B, M, N)
     """Adds products up column by column, in fp32, and rounds none of them but to that."""
-    wide_a, wide_b = a.float(), b.float()
+    wide_a, wide_b = a.float(), (b.mT if turned else b).float()
     y = wide_a.new_zeros((*wide_a.shape[:2], wide_b.shape[1]))
     step = BLOCK if blocked else max(a.shape[2], 1)
     for place, start in enumerate(range(0, a.shape[2], step)):

@@ -26,9 +26,11 @@ def fixed_mm(
     b_scale: Tensor | None,
     blocked: bool,
     out_dtype: torch.dtype,
+    turned: bool = False,
 ) -> Tensor:
     """Computes what the eager kernel does."""
-    return multiply(a, b, a_scale, b_scale, blocked, out_dtype, cut(b.shape[1], a.element_size()))
+    n = b.shape[2 if turned else 1]
+    return multiply(a, b, a_scale, b_scale, blocked, out_dtype, cut(n, a.element_size()), turned)
 
 
 def multiply(
@@ -39,9 +41,10 @@ def multiply(
     blocked: bool,
     out_dtype: torch.dtype,
     config: FixedOrderConfig,
+    turned: bool = False,
 ) -> Tensor:
     """Computes that in tiles of a given size."""
-    (batch, m, k), n = a.shape, b.shape[1]
+    (batch, m, k), n = a.shape, b.shape[2 if turned else 1]
     a, b, out = a.contiguous(), b.contiguous(), a.new_empty((batch, m, n), dtype=out_dtype)
     scales = _NONE if a_scale is None else _BLOCKS if blocked else _ROWS
     if a_scale is not None and b_scale is not None:
@@ -54,6 +57,7 @@ def multiply(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         STAGES=config.stages,
+        TURNED=turned,
         num_warps=config.warps,
     )
     programs = batch * triton.cdiv(m, config.rows) * triton.cdiv(n, config.block_n)
@@ -69,7 +73,7 @@ implement_on_cuda(fixed_mm=fixed_mm)
 def _fixed_mm(
     a,  # (B, M, K)
     a_scale,  # (M,), one, (K/128, M), or None
-    b,  # (B, N, K)
+    b,  # (B, N, K), or (B, K, N) where it is turned
     b_scale,  # (N,), one, (K/128, N), or None
     out,  # (B, M, N)
     M,
@@ -81,6 +85,7 @@ def _fixed_mm(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    TURNED: tl.constexpr,
 ):
     down, across = tl.cdiv(M, ROWS), tl.cdiv(N, BLOCK_N)
     batch = (tl.program_id(0) // (down * across)).to(tl.int64)
@@ -89,7 +94,10 @@ def _fixed_mm(
     n = tile // down * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_K)
     of_a = a + (batch * M + m)[:, None] * K + column[None, :]
-    of_b = b + (batch * N + n)[:, None] * K + column[None, :]
+    if TURNED:
+        of_b = b + batch * N * K + column[None, :] * N + n[:, None]
+    else:
+        of_b = b + (batch * N + n)[:, None] * K + column[None, :]
     y = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
     for turn in tl.range(0, tl.cdiv(K, BLOCK_K), num_stages=STAGES):
         inside = (turn * BLOCK_K + column)[None, :] < K
@@ -103,7 +111,7 @@ def _fixed_mm(
         else:
             y = tl.dot(x, tl.trans(w), y, input_precision="ieee", max_num_imprecise_acc=PROMOTED)
         of_a += BLOCK_K
-        of_b += BLOCK_K
+        of_b += BLOCK_K * N if TURNED else BLOCK_K
     if SCALES == 1:
         y *= tl.load(a_scale + m * OF_ROWS[0], mask=m < M)[:, None]
         y *= tl.load(b_scale + n * OF_ROWS[1], mask=n < N)[None, :]
