@@ -54,8 +54,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a row's gradient is the sum of others' copies",
-        ".scatter(0, order, places).view(-1, each)",
-        ".scatter(0, order, places).view(each, -1).t()",
+        ".index_put((order,), places).view(-1, each)",
+        ".index_put((order,), places).view(each, -1).t()",
         ("tests/numerics/test_grouped.py", "-k", "places"),
     ),
     # launches

@@ -72,7 +72,7 @@ def transpose_groups(
     source: Tensor,  # (P,) int32
 ) -> Tensor:  # (C, P)
     out = data.new_empty((data.shape[1], source.shape[0]))
-    _cast_tiles(data.view(torch.uint8)[None], source, None, None, None, BYTES, out.view(torch.uint8))
+    _cast_tiles(data.view(torch.uint8).unsqueeze(0), source, None, None, None, BYTES, out.view(torch.uint8))
     return out
 
 
