@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -175,23 +176,20 @@ def without_amaxes(fqns: Iterable[str], calls: int) -> str:
     )
 
 
-def misfitting(counts: Iterable[tuple[str, tuple[int, ...]]]) -> str:
-    """The text of the warning about scales of delayed scaling that did not suit their tensors; `counts` are
-    `runtime.state.misfits.Misfits`, by tensor."""
-    found = sorted((first, name, cut, coarse, steps) for name, (steps, cut, coarse, first, *_) in counts if first)
-    lines = [
-        f"  {name}: from its step {first} on, values were cut off in {cut} and digits lost in {coarse} of {steps} steps"
-        for first, name, cut, coarse, steps in found[:8]
-    ]
-    lines += [f"  and {len(found) - 8} more tensors"] if len(found) > 8 else []
+def misfitting(found: Sequence[tuple[str, Any, float]]) -> str:
+    """The text of the warning about scales of delayed scaling that did harm; `found` are
+    `runtime.state.misfits.Harm`."""
+    name, counts, excess = max(found, key=lambda one: (one[1].failing, one[2]))
+    many = f"{len(found)} tensors, the worst of them {name}" if len(found) > 1 else name
+    beyond = f", its amax at most {excess:.3g} times the largest value that the scale held" if counts.cut else ""
     return (
         "te_inductor: delayed scaling cast tensors with scales that did not suit them, as their amaxes were far from those"
-        " of earlier steps (said once):\n"
-        + "\n".join(lines)
-        + "\nClip outliers in front of these layers, or keep them out of histories by the option guard='heal'. Where"
+        f" of earlier steps: {many}, from its step {counts.first} on: values were cut off in {counts.cut} and digits lost in"
+        f" {counts.coarse} of {counts.steps} steps{beyond} (said once a process; te_inductor.statistics(model) has all);"
+        " clip outliers in front of these layers, or keep them out of histories by the option guard='heal'. Where"
         " magnitudes change from step to step, give the layers recipe 'current', which needs no history, by the option"
-        " 'policy', or pass DelayedScaling(margin=…) against values cut"
-        " off, and a shorter amax_history_len against lost digits"
+        " 'policy', or pass DelayedScaling(margin=…) against values cut off, and a shorter amax_history_len against lost"
+        " digits"
     )
 
 

@@ -91,8 +91,9 @@ def _slot(fqn: str, key: Key, values: tuple[float, float], counts: Misfits | Non
         made = replace(made, amax=amax, headroom=headroom(element.max, amax, scale))
     if counts is None:
         return made
-    names = [one.name for one in fields(StepCounts)]  # all but what only the guard asks
-    return replace(made, counts=StepCounts(**{name: getattr(counts, name) for name in names}))
+    names = [one.name for one in fields(StepCounts) if one.name != "excess"]  # all but what only the guard asks
+    excess = counts.highest / element.max
+    return replace(made, counts=StepCounts(**{name: getattr(counts, name) for name in names}, excess=excess))
 
 
 def _live_scale(parameter: Tensor, site: StateSite, recipe: Recipe) -> Tensor | None:

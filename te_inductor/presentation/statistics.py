@@ -17,11 +17,14 @@ class StepCounts:
     steps: int  # all of them
     cut: int  # those whose values were cut off
     coarse: int  # those whose values lost digits
-    first: int  # which was the first of either; 0: none
+    first: int  # the one in which scales began to do harm; 0: they have done none
     nonfinite: int  # those in which the tensor held an inf or NaN, on this rank
     jumps: int  # those that moved the scale by a factor of more than 16
     own: int  # those that cast by own amaxes: first ones, and those that a guard chose
     kept_out: int  # those whose amax a guard has kept out of the history
+    excess: (
+        float  # the largest amax, in multiples of the largest value that its scale held; above 1 values were cut off
+    )
 
     @property
     def misfits(self) -> int:
@@ -118,6 +121,7 @@ _COLUMNS = (
     Column("steps", right=True),
     Column("cut off", right=True),
     Column("coarse", right=True),
+    Column("amax/held", right=True, optional=True),
     Column("inf, NaN", right=True),
     Column("jumps", right=True, optional=True),
     Column("own", right=True, optional=True),
@@ -136,7 +140,9 @@ def _headline(slots: Sequence[SlotStatistics]) -> str:
         (f"{plain(one.fqn) or '(root)'}.{one.slot}", one.misfits, one.counts.steps) for one in worst[:3] if one.counts
     ]
     names = ", ".join(f"{name} ({misfits} of {steps})" for name, misfits, steps in found)
+    harmed = sum(one.counts is not None and one.counts.first > 0 for one in worst)
     line = f"te_inductor: {len(slots)} tensors in low precision; {len(worst)} had steps whose scale did not suit them"
+    line += f", {harmed or 'none'} of them so that it did harm" if worst else ""
     return f"{line}: {names}" if names else line
 
 
@@ -155,14 +161,17 @@ def _rows(slots: Sequence[SlotStatistics], details: bool) -> Iterator[tuple[str,
             _number(max, [one.amax for one in group]),
             _number(min, [one.scale for one in group]),
             _number(min, [one.headroom for one in group], ".1f"),
-            *(_number(max, [getattr(one.counts, field, None) for one in group], "d") for field in _COUNTED),
+            *(_number(max, [getattr(one.counts, field, None) for one in group], form) for field, form in _COUNTED),
             next((one.moved for one in group if one.moved), ""),
             *(_number(max, [getattr(one.sample, field, None) for one in group], ".2%") for field in _SAMPLED),
         )
         last = name
 
 
-_COUNTED = ("steps", "cut", "coarse", "nonfinite", "jumps", "own", "kept_out")
+_COUNTED = (
+    *(("steps", "d"), ("cut", "d"), ("coarse", "d"), ("excess", ".3g")),
+    *(("nonfinite", "d"), ("jumps", "d"), ("own", "d"), ("kept_out", "d")),
+)
 _SAMPLED = ("relative_error", "saturated", "flushed")
 
 

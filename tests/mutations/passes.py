@@ -72,8 +72,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a scale that cuts values off is not counted",
-        "cuts, losses = cuts + cut, losses + coarse",
-        "losses = losses + coarse",
+        "cuts + cut, losses + coarse",
+        "cuts, losses + coarse",
         ("tests/backend/test_misfits.py",),
     ),
     Mutation(

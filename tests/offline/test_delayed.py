@@ -164,7 +164,7 @@ def test_a_steps_end_compiles(reduced: bool, arch: int) -> None:
     kinds = {"table": "*i64", "misfits": "*i32", "count": "i32"} | dict.fromkeys(LIMITS, "fp32")
     kinds |= {"reduced": "*fp32"} if reduced else {}
     sizes = {"LENGTH": 1024, "BLOCK": 1024, "MOST_RECENT": False, "OWN": False, "TINY": 2.0**-126, "LARGEST": 3e38}
-    sizes |= {"JUMP": 16.0, "COUNTS": COUNTS, "PATIENCE": 2, "FAILURE": 16, "HEALS": reduced}
+    sizes |= {"JUMP": 16.0, "COUNTS": COUNTS, "PATIENCE": 2, "FAILURE": 16, "FAILING": 256, "HEALS": reduced}
     ptx = compiled(update_each, kinds, sizes | ({} if reduced else {"reduced": None}))
     assert "div.rn.f32" in ptx and ".local" not in ptx and "bar.sync" in ptx
     kinds = {"table": "*i64", "copies": "*fp32", "count": "i32"}

@@ -24,7 +24,8 @@ FP32_TINY = torch.finfo(torch.float32).tiny  # a smaller scale has no finite rec
 FP32_MAX = torch.finfo(torch.float32).max
 JUMP = 16.0  # by a larger factor one update seldom moves a scale
 PATIENCE = 2  # steps in a row that an outlier is kept out of the history
-FAILURE = 16  # steps that end with a scale that suits, by which one that does not is forgotten
+FAILURE = 16  # steps with a scale that suits, by which one with a scale that does not is forgotten
+FAILING = 16 * FAILURE  # the level at which scales keep failing to suit: Note [Scales that do harm] in misfits.py
 
 
 def read_scales(scales: list[Tensor]) -> list[Tensor]:
@@ -71,8 +72,8 @@ def update_scales(
     if misfits is not None:
         jumps = (old != 1) & ((scale > JUMP * old) | (scale * JUMP < old))  # 1: it had none
         others = nonfinite, jumps, torch.full_like(jumps, own), entering != amax
-        cut, coarse = _misfit(amax, scale, update)
-        _count_misfits(misfits, *_misfit(amax, old, update), own, others, cut | coarse, update.heals)
+        cast, following = (torch.where(amax > 0, (amax * one).clamp(min=FP32_TINY), 0.0) for one in (old, scale))
+        _count_misfits(misfits, torch.zeros_like(cast) if own else cast, following, others, update)
     rolled = torch.cat([torch.zeros_like(history[:, :1]), history[:, 2:], history[:, :1]], 1)[:, : history.shape[1]]
     rest = torch.cat([torch.zeros_like(history[:, :1]), history[:, 1:]], 1)
     torch._foreach_copy_(
@@ -82,25 +83,29 @@ def update_scales(
     torch._foreach_zero_(list(map(_without_version, amaxes)))
 
 
-def _misfit(amax: Tensor, scale: Tensor, update: ScaleUpdate) -> tuple[Tensor, Tensor]:
-    """Whether a scale cuts off values of a tensor with this amax, and whether it loses their digits."""
-    least, most = update.suitable
-    return amax * scale > most, (amax > 0) & (amax * scale < least)
-
-
 def _count_misfits(
-    misfits: Tensor, cut: Tensor, coarse: Tensor, own: bool, others: Sequence[Tensor], unsuited: Tensor, heals: bool
+    misfits: Tensor, cast: Tensor, following: Tensor, others: Sequence[Tensor], update: ScaleUpdate
 ) -> None:
-    steps, cuts, losses, first, *counted, failing, in_a_row = misfits.unbind(1)
-    steps = steps + 1
-    if not own:
-        first = torch.where((first == 0) & (cut | coarse), steps, first)
-        cuts, losses = cuts + cut, losses + coarse
+    """Counts by what the scale brought the amax to (`cast`), and what the next one would have brought it to; 0 fits."""
+    steps, cuts, losses, first, *counted, failing, since, peak, in_a_row = misfits.unbind(1)
+    steps, (least, most) = steps + 1, update.suitable
+    cut, coarse, outlies = cast > most, (cast > 0) & (cast < least), cast > update.outlying
+    unsuited = (following > most) | ((following > 0) & (following < least))
+    if update.heals:
+        level = torch.where(unsuited, FAILURE, -1)
+    else:
+        level = torch.where(cut | coarse, FAILURE, -1)
+        level = torch.where(cast > 2 * most, 4 * FAILURE, level)
+        level = torch.where(outlies, FAILING, level)
+    since = torch.where((failing == 0) & (level > 0), steps, since)
+    failing = (failing + level).clamp(min=0)
+    first = torch.where((first == 0) & outlies, steps, first)
+    first = torch.where((first == 0) & (failing >= FAILING), since, first)
     counted = [count + new for count, new in zip(counted, others, strict=True)]
+    peak = torch.maximum(peak, cast.view(torch.int32))  # bits of positive numbers, which are in the numbers' order
     in_a_row = torch.where(unsuited, in_a_row + 1, 0)
-    if heals:
-        failing = torch.where(unsuited, failing + FAILURE, (failing - 1).clamp(min=0))
-    _without_version(misfits).copy_(torch.stack([steps, cuts, losses, first, *counted, failing, in_a_row], 1))
+    columns = [steps, cuts + cut, losses + coarse, first, *counted, failing, since, peak, in_a_row]
+    _without_version(misfits).copy_(torch.stack(columns, 1))
 
 
 def reduces(update: ScaleUpdate) -> bool:

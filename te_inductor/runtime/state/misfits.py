@@ -11,10 +11,26 @@ microbatches are in flight, the scale of a gradient is that of the backward's en
 the cast read. Beside misfits it counts the steps in which the tensor held an inf or a NaN, on this rank alone, and those
 that moved the scale by a factor of more than 16.
 
-The host says so once, and never waits for it: before each of the first calls, then before every sixteenth, it has the
-counts copied to pinned memory behind the device's other work, and at each later call it asks whether the copy is there.
-On a CPU it reads them at once. Graphs of the same quantizers, as of other batch sizes, count in the same tensors.
-`te_inductor.statistics` reads all counts when it is called, and waits for them.
+Graphs of the same quantizers, as of other batch sizes, count in the same tensors. `te_inductor.statistics` reads all
+counts when it is called, and waits for them.
+
+# Note [Scales that do harm]
+A misfit is no harm by itself. While a model warms up magnitudes grow, and where they double in a step, the cast cuts some
+values off, once: the amax is in the history when the step ends. What does harm is what loses as much as a whole tensor, or
+as roundings lose in a thousand steps, whose share of the tensor's square is 7e-4 each. Of a normal distribution, whose
+amax is 5.5 standard deviations, what is cut off is 0.1% of the square where the scale brings the amax to twice the largest
+value, 6% at 4 times, 56% at 16 times; then a product keeps a quarter of its length. So the device raises a level by 16 for
+a step beyond twice the largest value, by 64 beyond 4 times, by 256 beyond 16 times, by 16 for one that loses digits, and
+lowers it by 1 for each other step. Scales do harm at 256: one step that loses the tensor, 4 or 16 bad ones close together,
+or more than one in 17 for good. A weight that starts at 0 grows by 3 and by 2 in its first steps under a learning rate that
+is raised step by step, and gradients behind two such weights by 9 and by 4: they do none. A planted 1e30 does in its own
+step. A change to far smaller magnitudes, for which a history of 1,024 steps has no scale, does after 16 steps. `first` is
+the step in which it began.
+
+The host says so once a process, of all tensors of all graphs, and never waits for the device in a step that goes well:
+before each of the first calls, then before every sixteenth, it has the counts copied to pinned memory behind the device's
+other work, and at each later call it asks whether the copy is there. On a CPU it reads them at once. Only when it has found
+harm it reads the counts of the other graphs, as blocks that are compiled one by one have each their own.
 
 # Note [A guard that heals]
 With ``options={"guard": "heal"}`` three more things happen.
@@ -39,9 +55,9 @@ A tensor whose magnitude keeps changing has no scale that suits, and makes all o
 So a guard that heals moves the layers that read it to a recipe without history, whose scales are of rows, so that an
 outlier takes along its own row alone: `MOVED_TO` of store.py. Where that is refused the layers run in high precision.
 
-- When: the device adds 16 to a level for each step that ends with a scale that would not have suited, and takes 1 away for
-  each other step. At 256 the tensor keeps failing: in more than one step of 17, and in 16 at least. An outlier, and a
-  change that stays, fail in a few steps.
+- When: here the device adds 16 to the level for each step that ends with a scale that would not have suited, as the calls
+  behind it cast by own amaxes, and takes 1 away for each other step. At 256 the tensor keeps failing: in more than one step
+  of 17, and in 16 at least. An outlier, and a change that stays, fail in a few steps.
 - Which: the mark is on the tensor's state, which all layers that share it have. Layers of one GEMM stay one.
 - How: a compile asks each parameter whether some state of it is marked, or what waits to be loaded. Where a guard heals
   Dynamo asks that of each parameter at each call, and compiles anew where the answer has changed, so that loading state
@@ -56,20 +72,21 @@ outlier takes along its own row alone: `MOVED_TO` of store.py. Where that is ref
   a function and runs what comes behind them uncompiled, hence few, so that evaluation and another batch size have theirs.
   Then the user is told."""
 
-from collections.abc import Collection, Sequence
+import struct
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from te_inductor.runtime.eager.delayed import FAILURE
+from te_inductor.runtime.eager.delayed import FAILING
 from te_inductor.runtime.state.store import QuantizerState
 from te_inductor.tensor_tables import TensorTable
 
 _OFTEN, _SELDOM = 16, 16  # calls, of which each is preceded by a look; between looks, then
 _ROUND = 32  # calls from one decision about layers that keep failing to the next
-_FAILING = 16 * FAILURE  # the level at which they do
+_FAILING = FAILING  # the level at which they do
 MOST_GRAPHS = 3  # that one process compiles anew
 
 
@@ -79,13 +96,28 @@ class Misfits(NamedTuple):
     steps: int  # all of them
     cut: int  # those in which values were cut off
     coarse: int  # those in which digits were lost
-    first: int  # which step was the first of either; 0: none
+    first: int  # the step in which scales began to do harm: Note [Scales that do harm]; 0: they have done none
     nonfinite: int = 0  # those in which the tensor held an inf or a NaN
     jumps: int = 0  # those that moved the scale by a factor of more than 16
     own: int = 0  # those that cast by own amaxes
     kept_out: int = 0  # those whose amax was kept out of the history
-    failing: int = 0  # the level of a tensor that keeps failing; of a guard that heals
+    failing: int = 0  # the level of harm; of a guard that heals, of a tensor that keeps failing
+    since: int = 0  # the step that raised it from 0
+    peak: int = 0  # the bits of the largest fp32 that a scale has brought an amax to, own amaxes apart
     in_a_row: int = 0  # how many up to the last one ended with a scale that would not have suited them
+
+    @property
+    def highest(self) -> float:
+        """`peak` as a number, which is finite, as JSON needs it."""
+        return min(float(struct.unpack("f", struct.pack("i", self.peak))[0]), torch.finfo(torch.float32).max)
+
+
+class Harm(NamedTuple):
+    """A tensor whose scales did harm."""
+
+    name: str
+    counts: Misfits
+    excess: float  # how many times its amax was the largest value that its scale held, at most
 
 
 COUNTS = len(Misfits._fields)  # of each quantizer
@@ -127,14 +159,12 @@ class Watch:
 
     counts: Sequence[Tensor]
     states: Sequence[QuantizerState] = ()  # of the rows of all counts
-    told: bool = False  # the host has said so
+    names: Sequence[tuple[str, float]] = ()  # of these, with their elements' largest values; none where nobody is told
     heals: bool = False  # Note [A guard that heals]
     is_unsuited: bool = False  # whether the last step that the host knows of ended with scales that do not suit
     sizes: tuple[int, ...] = ()  # of the inputs of the last call
-    told_of_sizes: bool = False
     _told_kept_out: set[int] = field(default_factory=set)  # the places of what was logged
     _told_unsuited: set[int] = field(default_factory=set)
-    said_stays: bool = False  # that what keeps failing cannot be moved
     _calls: int = 0
     _newest: _Reading = field(default_factory=_Reading)  # of any call
     _agreed: _Reading = field(default_factory=_Reading)  # of the same call on all ranks
@@ -201,7 +231,8 @@ def counts_of(states: Collection[QuantizerState]) -> dict[QuantizerState, Misfit
         for state, row in zip(watch.states, rows, strict=True):
             other = found.get(state)
             sums = row if other is None else Misfits(*map(sum, zip(row, other, strict=True)))
-            found[state] = sums if other is None else sums._replace(first=other.first or row.first)
+            kept = {} if other is None else {"first": other.first or row.first, "peak": max(row.peak, other.peak)}
+            found[state] = sums._replace(**kept)
     for state, counts in found.items():
         kept_out, own = state.earlier
         found[state] = counts._replace(kept_out=counts.kept_out + kept_out, own=counts.own + own)
@@ -230,9 +261,35 @@ def has_room(tensors: Sequence[str], moved: Sequence[str]) -> bool:
     return True
 
 
+_said: set[str] = set()  # kinds of messages
+
+
+def is_said(kind: str) -> bool:
+    """Whether this process has said something of a kind."""
+    return kind in _said
+
+
+def say_once(kind: str) -> bool:
+    """Whether to say something of a kind, of which one message a process is enough."""
+    if kind in _said:
+        return False
+    _said.add(kind)
+    return True
+
+
+def harm_of_all() -> Iterator[Harm]:
+    """Yields the tensors whose scales did harm, in any graph of this process that may say so. Waits for the devices."""
+    for watch in [one for known in _watches.values() for one in known.values() if one.names]:
+        rows = [Misfits(*row) for counts in watch.counts for row in counts.tolist()]
+        for (name, largest), row in zip(watch.names, rows, strict=True):
+            if row.first:
+                yield Harm(name, row, row.highest / largest)
+
+
 def forget() -> None:
-    """Forgets the graphs that were compiled anew, as Dynamo forgets them."""
+    """Forgets the graphs that were compiled anew, as Dynamo forgets them, and what was said."""
     _graphs.clear()
+    _said.clear()
 
 
 @torch.no_grad()

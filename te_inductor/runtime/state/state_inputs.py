@@ -34,7 +34,7 @@ from te_inductor.distributed.agreement import Agreement
 from te_inductor.distributed.amax_groups import AmaxGroup
 from te_inductor.distributed.decisions import FormChoice, choice_of
 from te_inductor.runtime.extra_inputs import ExtraInputs, GraphCall
-from te_inductor.runtime.state import resumed
+from te_inductor.runtime.state import misfits, resumed
 from te_inductor.runtime.state.misfits import MOST_GRAPHS, Misfits, Watch, has_room, watch_of
 from te_inductor.runtime.state.store import (
     LOCK,
@@ -52,6 +52,7 @@ from te_inductor.tensor_tables import TensorGroups
 
 MANY_CALLS = 256  # in which some amax should have been recorded, whatever the number of microbatches in flight
 FEW_CALLS = 8  # without generated code
+_HARM = "scales that do harm"  # a kind of warning
 _first_steps_recur = False  # whether some graph had more than that
 
 
@@ -213,10 +214,12 @@ class StateInputs(ExtraInputs):
         updated = [[states[q.place] for q in update] for update in self.updated]
         if not updated or updated[0][0].is_fake:
             pairs = zip(updated, self.examples[3 * len(self.quantizers) :], strict=True)
-            return Watch([update[0].amax.new_empty(one.shape, dtype=one.dtype) for update, one in pairs], told=True)
+            return Watch([update[0].amax.new_empty(one.shape, dtype=one.dtype) for update, one in pairs])
         names = [[repr(q.readers[0].key.site) for q in update] for update in self.updated]
         watch = watch_of(self._parameter(self.updated[0][0].readers[0], inputs), names, updated)
         watch.heals = watch.heals or self.heals
+        if self.fallback != "silent":
+            watch.names = [*zip(self._names, self._largest, strict=True)]
         return watch
 
     @property
@@ -227,7 +230,7 @@ class StateInputs(ExtraInputs):
     def _guards(self, watch: Watch, inputs: Sequence[Any]) -> bool:
         """Looks at what the last steps have counted, where it is time. Whether the guard has this call cast by own
         amaxes."""
-        if _is_capturing() or not (watch.heals or not (watch.told or self.fallback == "silent")):
+        if _is_capturing() or not (watch.heals or (watch.names and not misfits.is_said(_HARM))):
             return False
         counts = watch.look()
         if counts is not None:
@@ -237,22 +240,19 @@ class StateInputs(ExtraInputs):
         if self.heals and (failing := watch.failing()):
             self._move(watch, failing)
         resized = watch.note_sizes(tuple([one.numel() for one in inputs if type(one) is Tensor]))
-        if resized and not watch.told_of_sizes:
-            watch.told_of_sizes = True
+        if resized and misfits.say_once("resized"):
             log.warning("%s", GUARD_RESIZED)
         return resized or watch.is_unsuited
 
     def _note_misfits(self, watch: Watch, counts: Sequence[Misfits]) -> None:
-        """Say once a model which scales did not suit their tensors, as soon as the host knows; log what the guard
-        does."""
+        """Say once a process which scales did harm, as soon as the host knows; log what the guard does."""
         names = self._names
         if watch.heals:
             for text, places in zip((guard_kept_out, guard_casts), watch.note(counts), strict=True):
                 if places:
                     log.warning("%s", text([names[place] for place in places]))
-        if not watch.told and self.fallback != "silent" and any(one.first for one in counts):
-            watch.told = True
-            say(misfitting(zip(names, counts, strict=True)), "warn")  # no error: it is of what was run, not of how
+        if watch.names and any(one.first for one in counts) and misfits.say_once(_HARM):
+            say(misfitting([*misfits.harm_of_all()]), "warn")  # no error: it is of what was run, not of how
 
     def _move(self, watch: Watch, failing: Sequence[int]) -> None:
         """Moves the layers of tensors that keep failing, or says once why not: Note [Layers that a guard moves]."""
@@ -268,15 +268,21 @@ class StateInputs(ExtraInputs):
         if not stays and has_room(self._names, tensors):
             move(states)
             log.warning("%s", guard_moved(tensors, MOVED_TO))
-        elif not watch.said_stays:
-            watch.said_stays = True
+        else:
             why = stays or f"{MOST_GRAPHS} graphs were compiled anew for others"
-            say(guard_stays(tensors, why), "silent" if self.fallback == "silent" else "warn")
+            if self.fallback != "silent" and misfits.say_once(why):
+                say(guard_stays(tensors, why), "warn")
 
     @functools.cached_property
     def _names(self) -> list[str]:
         """What messages call the quantizers that updates count."""
         return [f"{q.site or '(root)'}.{q.readers[0].key.site.slot}" for q in itertools.chain(*self.updated)]
+
+    @functools.cached_property
+    def _largest(self) -> list[float]:
+        """The largest values of these quantizers' elements."""
+        keys = [q.readers[0].key for q in itertools.chain(*self.updated)]
+        return [getattr(key.recipe.slots(), key.site.slot).format.max for key in keys]
 
     def _choice(self, inputs: Sequence[Any]) -> FormChoice | None:
         if not self.exchanging:

@@ -106,6 +106,7 @@ def _updater(length: int, most_recent: bool, own: bool, heals: bool) -> Launcher
         COUNTS=COUNTS,
         PATIENCE=delayed.PATIENCE,
         FAILURE=delayed.FAILURE,
+        FAILING=delayed.FAILING,
         num_warps=4,
     )
 
@@ -137,36 +138,43 @@ def copy_scales(table, copies, count, BLOCK: tl.constexpr, APART: tl.constexpr):
 def count_misfit(
     counts,
     recorded,
-    amax,
-    scale,
-    following,
+    cast,  # what the scale brought the amax to; 0 where the step cast by own amaxes
+    following,  # what the next one would have brought it to
     jumps,
     kept_out,
-    least,
-    most,
+    limits,  # of suitable values, and of outliers
     OWN: tl.constexpr,
     HEALS: tl.constexpr,
     FAILURE: tl.constexpr,
+    FAILING: tl.constexpr,
 ):
     """Counts for one quantizer, whose counts are int32: the fields of `Misfits`."""
-    steps = tl.load(counts) + 1
+    least, most, outlying = limits
+    cut, coarse, outlies = cast > most, (cast > 0) & (cast < least), cast > outlying
+    unsuited = (following > most) | ((following > 0) & (following < least))
+    if HEALS:
+        level = tl.where(unsuited, FAILURE, -1)
+    else:
+        level = tl.where(cut | coarse, FAILURE, -1)
+        level = tl.where(cast > 2 * most, 4 * FAILURE, level)
+        level = tl.where(outlies, FAILING, level)
+    steps, first, failing = tl.load(counts) + 1, tl.load(counts + 3), tl.load(counts + 8)
+    since = tl.where((failing == 0) & (level > 0), steps, tl.load(counts + 9))
+    failing = tl.maximum(failing + level, 0)
+    first = tl.where((first == 0) & outlies, steps, first)
+    first = tl.where((first == 0) & (failing >= FAILING), since, first)
     tl.store(counts, steps)
+    tl.store(counts + 1, tl.load(counts + 1) + cut.to(tl.int32))
+    tl.store(counts + 2, tl.load(counts + 2) + coarse.to(tl.int32))
+    tl.store(counts + 3, first)
     tl.store(counts + 4, tl.load(counts + 4) + 1 - (recorded < float("inf")).to(tl.int32))
     tl.store(counts + 5, tl.load(counts + 5) + jumps)
     tl.store(counts + 6, tl.load(counts + 6) + OWN)
     tl.store(counts + 7, tl.load(counts + 7) + kept_out)
-    unsuited = (amax * following > most) | ((amax > 0) & (amax * following < least))
-    if HEALS:
-        failing = tl.load(counts + 8)
-        tl.store(counts + 8, tl.where(unsuited, failing + FAILURE, tl.maximum(failing - 1, 0)))
-    tl.store(counts + 9, tl.where(unsuited, tl.load(counts + 9) + 1, 0))
-    if not OWN:
-        cut = (amax * scale > most).to(tl.int32)
-        coarse = ((amax > 0) & (amax * scale < least)).to(tl.int32)
-        first = tl.load(counts + 3)
-        tl.store(counts + 1, tl.load(counts + 1) + cut)
-        tl.store(counts + 2, tl.load(counts + 2) + coarse)
-        tl.store(counts + 3, tl.where((first == 0) & (cut + coarse > 0), steps, first))
+    tl.store(counts + 8, failing)
+    tl.store(counts + 9, since)
+    tl.store(counts + 10, tl.maximum(tl.load(counts + 10), cast.to(tl.int32, bitcast=True)))
+    tl.store(counts + 11, tl.where(unsuited, tl.load(counts + 11) + 1, 0))
 
 
 @triton.jit(do_not_specialize=["count", "largest", "least", "most", "outlying"])
@@ -190,6 +198,7 @@ def update_each(
     HEALS: tl.constexpr,
     PATIENCE: tl.constexpr,
     FAILURE: tl.constexpr,
+    FAILING: tl.constexpr,
 ):
     """One quantizer a program."""
     which = tl.program_id(0)
@@ -217,8 +226,10 @@ def update_each(
     if misfits is not None:
         jumps = ((old != 1) & ((scale > JUMP * old) | (scale * JUMP < old))).to(tl.int32)
         kept_out = (entering != amax).to(tl.int32)
-        counts = misfits + COUNTS * which
-        count_misfit(counts, recorded, amax, old, scale, jumps, kept_out, least, most, OWN, HEALS, FAILURE)
+        cast = tl.where((amax > 0) & (OWN == 0), tl.maximum(amax * old, TINY), 0.0)
+        following = tl.where(amax > 0, tl.maximum(amax * scale, TINY), 0.0)
+        counts, limits = misfits + COUNTS * which, (least, most, outlying)
+        count_misfit(counts, recorded, cast, following, jumps, kept_out, limits, OWN, HEALS, FAILURE, FAILING)
     rolled = tl.where((place > 0) & (place == LENGTH - 1), entering, moved)
     tl.store(history_at + place, tl.where(entering > 0, rolled, kept), mask=place < LENGTH)
     tl.store(scale_at, scale)
