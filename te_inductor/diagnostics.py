@@ -211,12 +211,12 @@ def guard_casts(tensors: Sequence[str]) -> str:
     )
 
 
-def guard_moved(tensors: Sequence[str], recipe: str) -> str:
+def guard_moved(tensors: Sequence[str], recipes: Sequence[str]) -> str:
     """The text of the log about layers that run by another recipe."""
     return (
         f"te_inductor guard: no scale of delayed scaling kept suiting {_some(tensors)}; the layers that read them run by"
-        f" recipe {recipe!r} from the next call on, or in high precision where that is refused. Their graph is compiled"
-        " anew for it, once, and te_inductor.state_dict saves it"
+        f" recipe {_either(recipes)} from the next call on, or in high precision where that is refused. Their graph is"
+        " compiled anew for it, once, and te_inductor.state_dict saves it"
     )
 
 
@@ -229,13 +229,17 @@ def guard_stays(tensors: Sequence[str], why: str) -> str:
     )
 
 
-def moved_elsewhere(fqns: Iterable[str], recipe: str) -> str:
+def moved_elsewhere(fqns: Iterable[str], recipes: Sequence[str]) -> str:
     """The text of the warning about layers that saved state says are moved, and that this graph does not."""
     return (
-        f"te_inductor: the state that was loaded says that a guard had moved these layers to recipe {recipe!r}, and this"
-        f" graph runs them under delayed scaling: {shown(fqns)}; load it before the first call, compile with"
-        f" guard='heal', or give them recipe {recipe!r} by the option 'policy'"
+        f"te_inductor: the state that was loaded says that a guard had moved these layers to recipe {_either(recipes)}, and"
+        f" this graph runs them under delayed scaling: {shown(fqns)}; load it before the first call, compile with"
+        f" guard='heal', or give them recipe {_either(recipes)} by the option 'policy'"
     )
+
+
+def _either(recipes: Sequence[str]) -> str:
+    return " or ".join(map(repr, recipes))
 
 
 def _some(tensors: Sequence[str]) -> str:

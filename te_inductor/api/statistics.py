@@ -65,7 +65,7 @@ def _of_state(model: nn.Module) -> Iterator[SlotStatistics]:
         quantizers = store.quantizers_of(parameter)
         by_site = {key.site: key for key in quantizers}  # of several recipes, that of the last compile
         places = sorted(places_of(by_site, names).items(), key=lambda one: order_of(one[0]))
-        moved = store.MOVED_TO if store.is_moved(parameter) else None
+        moved = store.recipe_behind(parameter) if store.is_moved(parameter) else None
         found += [(name_of(place, names).rpartition(".")[0], key, quantizers[key], moved) for place, key in places]
     states = [state for _, _, state, _ in found]
     counts, values = counts_of(set(states)), _values(states)

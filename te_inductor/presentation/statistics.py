@@ -109,6 +109,11 @@ class Statistics:
         return html.part([html.text(_headline(self.slots)), table])
 
 
+# The share of values that became 0 from which on others than outliers lose twice as much as by rounding. Measured with
+# E4M3, a scale a tensor, and one channel of 512 that is 10,000 times as large: 5.7%, and 4.3% of the norm where there are
+# 2.6% without.
+FLUSHED = 1 / 16
+
 _COLUMNS = (
     Column("layers"),
     Column("n", right=True),
@@ -143,7 +148,17 @@ def _headline(slots: Sequence[SlotStatistics]) -> str:
     harmed = sum(one.counts is not None and one.counts.first > 0 for one in worst)
     line = f"te_inductor: {len(slots)} tensors in low precision; {len(worst)} had steps whose scale did not suit them"
     line += f", {harmed or 'none'} of them so that it did harm" if worst else ""
-    return f"{line}: {names}" if names else line
+    line = f"{line}: {names}" if names else line
+    flushed = [
+        one for one in slots if one.sample is not None and one.sample.flushed > FLUSHED and one.recipe != "block"
+    ]
+    if not flushed:
+        return line
+    name = ", ".join(f"{plain(one.fqn) or '(root)'}.{one.slot} ({one.sample.flushed:.0%})" for one in flushed[:3])  # type: ignore[union-attr]
+    return (
+        f"{line}; outliers of {len(flushed)} make too many other values 0: {name}; recipe 'block' keeps outliers to a part"
+        " of their row"
+    )
 
 
 def _rows(slots: Sequence[SlotStatistics], details: bool) -> Iterator[tuple[str, ...]]:

@@ -1,6 +1,8 @@
 """options={"guard": …}: planted faults, what each word does about them, what is counted, logged and saved."""
 
+import copy
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,10 +10,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import te_inductor
-from te_inductor import statistics
+from te_inductor import statistics, targets
 from te_inductor.errors import FallbackWarning, StateError
 from te_inductor.recipes import DelayedScaling
-from te_inductor.runtime.state import misfits, state_inputs
+from te_inductor.runtime.state import misfits, state_inputs, store
 from tests.backend.delayed_programs import te
 from tests.ranks import told_by
 
@@ -25,8 +27,8 @@ told = told_by("tests.backend.guard_ranks", 2, f"{RANKS},{MOVED}")
 class Trained:
     """A layer beside itself in high precision, step by step."""
 
-    def __init__(self, guard: str, **options) -> None:
-        self.layer = nn.Linear(64, 64)
+    def __init__(self, guard: str, of: nn.Module | None = None, **options) -> None:
+        self.layer = of or nn.Linear(64, 64)
         self.run = te(self.layer, recipe=RECIPE, fallback="silent", guard=guard, **options)
 
     def step(self, x: torch.Tensor) -> float:
@@ -48,16 +50,16 @@ class Trained:
 class Alternating:
     """Two layers, of which the first has a channel that keeps changing its magnitude, also in a copy of the model."""
 
-    def __init__(self, guard: str = "heal", **options) -> None:
+    def __init__(self, guard: str = "heal", wide: int = 64, **options) -> None:
         torch.manual_seed(1)
-        self.layer = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+        self.layer = nn.Sequential(nn.Linear(wide, wide), nn.GELU(), nn.Linear(wide, wide))
         with torch.no_grad():
             self.layer[0].weight[:, 0] = 0.0  # so that no other tensor changes
         self.run = te(self.layer, **{"recipe": RECIPE, "fallback": "silent", "guard": guard} | options)
 
     @staticmethod
-    def batch(step: int) -> torch.Tensor:
-        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+    def batch(step: int, wide: int = 64) -> torch.Tensor:
+        x = torch.randn(32, wide, generator=torch.Generator().manual_seed(step))
         return torch.cat([x[:, :1] * (1e6 if step % 3 else 1.0), x[:, 1:]], 1)
 
     def steps(self, begin: int, end: int) -> list[torch.Tensor]:
@@ -65,7 +67,7 @@ class Alternating:
         losses = []
         for step in range(begin, end):
             self.layer.zero_grad()
-            loss = self.run(self.batch(step)).square().mean()
+            loss = self.run(self.batch(step, self.layer[0].in_features)).square().mean()
             loss.backward()
             losses.append(loss.detach())
         return [*losses, *(p.grad for p in self.layer.parameters())]
@@ -149,6 +151,24 @@ def test_a_batch_of_another_size():
     assert not [one for one in statistics(trained.layer).slots if one.misfits]
 
 
+def test_what_runs_in_between():
+    """Evaluation, also of another batch size, and another model change nothing. A copy of the model starts anew."""
+    trained, other, x = Trained("heal"), Trained("heal"), torch.randn(32, 64)
+    for step in range(5):
+        trained.step(outlier(x) if step == 3 else x)
+        if step == 3:
+            copied = Trained("heal", of=copy.deepcopy(trained.layer))
+        with torch.no_grad():
+            for rows in (32, 4):
+                trained.run(x[:rows])
+        other.step(x)
+    found = trained.slot.counts
+    assert (found.steps, found.cut, found.kept_out, found.own, found.first) == (5, 1, 1, 2, 4)
+    assert (other.slot.counts.kept_out, other.slot.counts.own, other.slot.counts.first) == (0, 1, 0)
+    assert copied.step(x) < 0.1 and copied.step(x) < 0.1
+    assert (copied.slot.counts.steps, copied.slot.counts.kept_out) == (2, 0)
+
+
 def test_acts_are_logged_once(monkeypatch):
     trained, x, texts = Trained("heal"), torch.randn(32, 64), []
     monkeypatch.setattr(state_inputs.log, "warning", lambda form, text: texts.append(form % text))
@@ -229,6 +249,27 @@ def test_a_layer_that_keeps_failing_is_moved(compiles):
     te_inductor.load_state_dict(again.layer, saved | {"0.input.guard": torch.zeros(3)})
     again.steps(0, 1)
     assert compiles() == before and again.moved == []  # graphs that were compiled serve it
+
+
+def test_a_layer_that_blocks_divide_is_moved_to_them():
+    """They keep a channel's outliers to a part of each row, where a scale of a row does not."""
+    moved, like = Alternating(wide=128), Alternating(wide=128, policy={"0": "block"})
+    te_inductor.load_state_dict(moved.layer, {"0.input.guard": torch.tensor([0.0, 0.0, 1.0])}, strict=False)
+    assert all(map(torch.equal, moved.steps(0, 3), like.steps(0, 3)))
+    assert {one.moved for one in statistics(moved.layer).slots if one.fqn == "0"} <= {"block"}
+
+
+HOPPER = targets.by_name("h100")
+ADA = replace(HOPPER, block_scaled_mm=False)
+
+
+@pytest.mark.parametrize(("shape", "target", "recipe"), [
+    ((256, 128), HOPPER, "block"), ((8, 256, 128), HOPPER, "block"), ((256, 64), HOPPER, "rowwise"),
+    ((192, 128), HOPPER, "rowwise"), ((256, 128), ADA, "rowwise"), ((256, 128), None, "block"),
+])  # fmt: skip
+def test_the_recipe_that_a_guard_moves_to(shape, target, recipe):
+    with targets.taken_for(target):
+        assert store.recipe_behind(nn.Parameter(torch.empty(shape))) == recipe
 
 
 def test_what_does_not_move(compiles):

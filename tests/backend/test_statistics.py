@@ -67,6 +67,16 @@ def test_a_model_that_has_not_run_and_one_without_state():
         statistics(lambda x: x)
 
 
+def test_outliers_that_flush_the_rest_are_named():
+    """A channel of 100 times costs E4M3 nothing, one of 1e5 most of the other values."""
+    layer, x = nn.Linear(64, 64), torch.randn(32, 64)
+    for factor, said in ((100.0, False), (1e5, True)):
+        batch = x * torch.where(torch.arange(64) == 7, factor, 1.0)
+        found = statistics(te(layer, recipe="current", fallback="silent"), batch)
+        one = of(found, ".input")
+        assert (one.sample.flushed > 0.2) == said and ("(root).input" in str(found)) == said, (factor, str(found))
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_a_sample(recipe):
     """The scales of delayed scaling are those that the next step would cast with, so that a batch of ten times the

@@ -51,9 +51,19 @@ graph exchanges tensors with other ranks both have to run one form (Note [Ranks 
 three happens. What was done is counted, logged when it begins, and saved: `te_inductor.state_dict`.
 
 # Note [Layers that a guard moves]
-A tensor whose magnitude keeps changing has no scale that suits, and makes all of its graph cast by own amaxes ever again.
-So a guard that heals moves the layers that read it to a recipe without history, whose scales are of rows, so that an
-outlier takes along its own row alone: `MOVED_TO` of store.py. Where that is refused the layers run in high precision.
+A tensor whose magnitude keeps changing has no scale that suits, and makes all of its graph cast by own amaxes ever
+again. So a guard that heals moves the layers that read it to a recipe without history and with finer scales:
+`recipe_behind` of store.py. Amaxes do not tell how outliers lie in a tensor. Scales of rows keep one token's to itself,
+and help little against those of a channel, which every row has: where one of 512 channels is 1e5 times as large as the
+others, E4M3 loses 52% of these by a scale of the tensor, 13% by scales of rows, 7% by scales of 1 x 128, and 2.6% where
+there is no such channel. So it is recipe "block" where its blocks divide the weight and the device multiplies them,
+else "rowwise". Where that is refused the layers run in high precision.
+
+A channel that is as large in every step is no misfit: its scale is the tensor's own, and stays. Nor does it do much
+harm: by the same measure one of 100 times loses 2.6%, of 3,000 times 2.7%, of 10,000 times 4.3%, of 30,000 times 12%,
+as E4M3 has normal values over a range of 28,672. No count tells of it. One would need each cast to count what becomes
+0, and ranks to reduce that, as they have to decide alike. A sample does, and so does `calibrate`, which then chooses
+"block".
 
 - When: here the device adds 16 to the level for each step that ends with a scale that would not have suited, as the calls
   behind it cast by own amaxes, and takes 1 away for each other step. At 256 the tensor keeps failing: in more than one step

@@ -38,13 +38,13 @@ from te_inductor.runtime.state import misfits, resumed
 from te_inductor.runtime.state.misfits import MOST_GRAPHS, Misfits, Watch, has_room, watch_of
 from te_inductor.runtime.state.store import (
     LOCK,
-    MOVED_TO,
     Key,
     QuantizerState,
     has_history,
     move,
     moves,
     note_history,
+    recipe_behind,
     shared_state,
     take_from_shards,
 )
@@ -177,9 +177,9 @@ class StateInputs(ExtraInputs):
             for q, state in recorded if is_first and self.fallback != "silent" else ():
                 for reader in q.readers if not state.has_history else ():
                     resumed.note_new(self._parameter(reader, inputs), q.site)
-            late = [q.site for q, state in zip(self.quantizers, states, strict=True) if state.moved]
+            late = [q for q, state in zip(self.quantizers, states, strict=True) if state.moved]
             if late and not (self.heals and not self.stays):
-                say(moved_elsewhere(late, MOVED_TO), self.fallback)
+                say(moved_elsewhere([q.site for q in late], self._recipes_behind(late, inputs)), self.fallback)
             said, checkpoints = (False, WeakSet()) if found is None else (found.said, found.checkpoints)
             choice, loads = self._choice(inputs), sum(state.loads for state in states)
             watch = self._watch(states, inputs)
@@ -238,7 +238,7 @@ class StateInputs(ExtraInputs):
         if not watch.heals or not watch.counts:
             return False
         if self.heals and (failing := watch.failing()):
-            self._move(watch, failing)
+            self._move(watch, failing, inputs)
         resized = watch.note_sizes(tuple([one.numel() for one in inputs if type(one) is Tensor]))
         if resized and misfits.say_once("resized"):
             log.warning("%s", GUARD_RESIZED)
@@ -254,7 +254,7 @@ class StateInputs(ExtraInputs):
         if watch.names and any(one.first for one in counts) and misfits.say_once(_HARM):
             say(misfitting([*misfits.harm_of_all()]), "warn")  # no error: it is of what was run, not of how
 
-    def _move(self, watch: Watch, failing: Sequence[int]) -> None:
+    def _move(self, watch: Watch, failing: Sequence[int], inputs: Sequence[Any]) -> None:
         """Moves the layers of tensors that keep failing, or says once why not: Note [Layers that a guard moves]."""
         tensors = [self._names[place] for place in failing]
         states = [watch.states[place] for place in failing]
@@ -267,11 +267,18 @@ class StateInputs(ExtraInputs):
             stays = "Dynamo does not ask the guard that has its graph compiled anew"
         if not stays and has_room(self._names, tensors):
             move(states)
-            log.warning("%s", guard_moved(tensors, MOVED_TO))
+            quantizers = [*itertools.chain(*self.updated)]
+            recipes = self._recipes_behind([quantizers[place] for place in failing], inputs)
+            log.warning("%s", guard_moved(tensors, recipes))
         else:
             why = stays or f"{MOST_GRAPHS} graphs were compiled anew for others"
             if self.fallback != "silent" and misfits.say_once(why):
                 say(guard_stays(tensors, why), "warn")
+
+    def _recipes_behind(self, quantizers: Sequence[StateInput], inputs: Sequence[Any]) -> list[str]:
+        """The recipes to which a guard moves the layers of quantizers."""
+        readers = itertools.chain(*(q.readers for q in quantizers))
+        return sorted({recipe_behind(self._parameter(reader, inputs)) for reader in readers})
 
     @functools.cached_property
     def _names(self) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from te_inductor import compat
+from te_inductor import compat, targets
 from te_inductor.distributed.decisions import is_due
 from te_inductor.errors import StateError
 from te_inductor.presentation.paths import grouped
@@ -42,7 +42,7 @@ class QuantizerState:
     asked: int = 0  # how many of those there were when the device was last asked
     loads: int = 0  # how often it was loaded
     earlier: tuple[int, int] = (0, 0)  # what a guard had done when it was saved: `misfits.acts_of`
-    moved: bool = False  # whether a guard has moved the layers to `MOVED_TO`
+    moved: bool = False  # whether a guard has moved the layers: `recipe_behind`
 
     def tensors(self) -> dict[str, Tensor]:
         return {"amax": self.amax, "scale": self.scale, "history": self.history}
@@ -127,7 +127,7 @@ _states: TensorTable[dict[Key, QuantizerState]] = TensorTable()
 _loaded: TensorTable[dict[StateSite, dict[str, Tensor]]] = TensorTable()
 _of_shards: TensorTable[dict[Key, QuantizerState]] = TensorTable()  # until the parameter is gathered first
 _moves = 0
-MOVED_TO = "rowwise"  # Note [Layers that a guard moves] in misfits.py
+BLOCK = 128  # of recipe "block", in either direction
 _any_moved = False  # whether some layer of this process may have been
 
 # Held while state is made, joined, loaded or handed on, so that two threads never make two states of one quantizer.
@@ -218,6 +218,13 @@ def is_moved(parameter: Tensor) -> bool:
         return False
     waiting = (saved["guard"][2] for saved in loaded_of(parameter).values() if "guard" in saved)
     return any(state.moved for state in _states.get(parameter, {}).values()) or any(waiting)
+
+
+def recipe_behind(parameter: Tensor) -> str:
+    """The recipe to which a guard moves the layers of a parameter: Note [Layers that a guard moves] in misfits.py."""
+    target = targets.of(parameter.device)
+    divides = all(size % BLOCK == 0 for size in parameter.shape[-2:])
+    return "block" if divides and (target.block_scaled_mm or not target.fp8) else "rowwise"
 
 
 def moves() -> int:

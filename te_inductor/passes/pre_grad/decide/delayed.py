@@ -42,16 +42,14 @@ def parameter_of(match: Match, bodies: Bodies, examples: Sequence[Any]) -> tuple
     return None if owner is None else owner.parameter, parameter if isinstance(parameter, Tensor) else None
 
 
-def is_moved(match: Match, bodies: Bodies, examples: Sequence[Any]) -> bool:
-    """Whether a guard has moved a site to another recipe: Note [Layers that a guard moves]."""
+def moved_to(match: Match, bodies: Bodies, examples: Sequence[Any], recipe: Recipe) -> Recipe | None:
+    """The recipe of a site that a guard has moved, Note [Layers that a guard moves], whose backward is as it was; None
+    where none has."""
     parameter = parameter_of(match, bodies, examples)[1]
-    return parameter is not None and store.is_moved(parameter)
-
-
-def instead_of(recipe: Recipe) -> Recipe | None:
-    """The recipe of a site that a guard has moved; its backward is as it was."""
-    found = resolve(store.MOVED_TO)
-    return None if found is None else found.with_backward(recipe.backward)
+    if parameter is None or not store.is_moved(parameter):
+        return None
+    found: Recipe = resolve(store.recipe_behind(parameter))  # type: ignore[assignment]  # none of their names is "none"
+    return found.with_backward(recipe.backward)
 
 
 def guard_on_moves(sites: Iterable[Candidate], bodies: Bodies, examples: Sequence[Any]) -> bool:

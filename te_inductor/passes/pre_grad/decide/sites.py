@@ -48,10 +48,10 @@ def resolve_recipes(plan: Plan) -> None:
         entry = policy.of(candidate.place.names, sizes)
         weight = compat.shard_of(value(candidate.match.weight))
         recipe, by_policy = _recipe(candidate, entry, default), entry is not None
-        moved = False
+        moved = None
         if bodies is not None and isinstance(recipe, DelayedScaling):
-            moved = delayed.is_moved(candidate.match, bodies, plan.inputs)
-            recipe = delayed.instead_of(recipe) if moved else recipe
+            moved = delayed.moved_to(candidate.match, bodies, plan.inputs, recipe)
+            recipe = moved or recipe
         recipe = None if recipe is None else recipe.with_backward(backward)
         if recipe is not None and recipe.of_stored_weights and recipe.backward is not None:
             candidate.unmet["backward"] = Refusal("its gradient goes straight through the cast of its weight")
@@ -65,7 +65,7 @@ def resolve_recipes(plan: Plan) -> None:
             recipe, by_policy = between_ranks.recipe_of(candidate, recipe, weight), True
         if _region(candidate.place.regions).enabled:
             slots = None if recipe is None or recipe.of_stored_weights else recipe.slots_of(candidate.fqn)
-            candidate.precision = Precision(recipe, slots, by_policy, moved=moved)
+            candidate.precision = Precision(recipe, slots, by_policy, moved=moved is not None)
             if slots is not None and slots.has_own_backward:
                 candidate.match = candidate.match.having(OwnBackward(slots))
     for site in plan.products.unlowered:
