@@ -84,6 +84,11 @@ class TensorReference:
         key = self._key()
         return None if key is None else key.tensor()
 
+    def is_to(self, tensor: Tensor) -> bool:
+        """Whether it is to this tensor, which takes a fraction of what it takes to return it."""
+        key = _keys.get(id(tensor))
+        return key is not None and key is self._key()
+
 
 class TensorTable(Generic[T]):
     """A value for each of some tensors, kept no longer than the tensor."""

@@ -21,12 +21,13 @@ from te_inductor.api.quantization import (
 )
 from te_inductor.config import Fallback
 from te_inductor.errors import OptionError, StoredWeightError, wrong_type
+from te_inductor.ops.stored_again import Rewriter, are_finite
 from te_inductor.ops.stored_weight import StoredWeight, show_stored
 from te_inductor.passes.pre_grad.decide.policy import Policy
 from te_inductor.presentation.paths import layer_path
 from te_inductor.recipes import Recipe
 from te_inductor.runtime.weights import followed_weights
-from te_inductor.runtime.weights.followed_weights import FollowedWeights
+from te_inductor.runtime.weights.followed_weights import FollowedView, FollowedWeights
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -67,7 +68,7 @@ def rollout(
     view, source_of = _view(model)
     chosen, said = chosen_weights(view, policies, default, of_form)
     policies.tell(said, options.fallback)
-    _store(chosen, source_of)
+    _store(chosen, source_of, options.fallback)
     _share(source_of)
     return view
 
@@ -79,14 +80,14 @@ def refresh_rollout(view: nn.Module) -> None:
         OptionError: `view` is none that `rollout` returned.
         StoredWeightError: a parameter has values that are not finite.
     """
-    found = followed_weights.of(view.parameters()) if isinstance(view, nn.Module) else []
+    found = followed_weights.of(view.parameters()) if isinstance(view, nn.Module) else {}
     if not found:
         raise OptionError(
             f"refresh_rollout of {type(view).__name__}, no weight of which follows a model, expected what"
             " te_inductor.rollout returned, with some stored weight"
         )
-    for one in found:
-        one.look(again=True)
+    for one, weights in found.items():
+        one.look(weights, again=True)
 
 
 def _check(model: nn.Module) -> None:
@@ -170,65 +171,108 @@ class _Stored:
         held = self.source.module._parameters
         return [(self.source.module, name) for name, one in held.items() if one is not None]
 
-    def share_others(self, asked: bool) -> None:
-        """Has the view hold what the model holds beside the weight, as a bias, which may have been replaced. Who runs
-        a compiled graph has read the view before, and has to be told."""
+    @property
+    def replaced(self) -> list[str]:
+        """The names of what the model holds beside the weight, as a bias, and has replaced."""
         beside, found = self.view.module._parameters, self.source.module._parameters
         plain = [name for name, one in beside.items() if not isinstance(one, StoredWeight)]
-        replaced = [name for name in plain if beside[name] is not found[name] and name != self.source.parameter]
-        beside.update({name: found[name] for name in replaced})
-        if replaced and not asked:
-            raise StoredWeightError(
-                f"{replaced[0]} beside {self.source.names[0]} is another tensor than before, expected the same one with"
-                " other values; call te_inductor.refresh_rollout(view) behind what puts other parameters into the model, as"
-                " load_state_dict(assign=True)"
+        return [name for name in plain if beside[name] is not found[name] and name != self.source.parameter]
+
+    def share_others(self) -> StoredWeightError | None:
+        """Has the view hold what the model holds beside the weight. Who runs a compiled graph has read the view before,
+        and has to be told."""
+        replaced = self.replaced
+        self.view.module._parameters.update({name: self.source.module._parameters[name] for name in replaced})
+        if not replaced:
+            return None
+        return StoredWeightError(
+            f"{replaced[0]} beside {self.source.names[0]} is another tensor than before, expected the same one with"
+            " other values; call te_inductor.refresh_rollout(view) behind what puts other parameters into the model, as"
+            " load_state_dict(assign=True)"
+        )
+
+    def refusal(self, is_finite: bool) -> StoredWeightError | None:
+        """Why the weight cannot be stored."""
+        held, weight = self.view.weight, self.source.weight
+        if not is_finite:
+            return StoredWeightError(
+                f"{self.source.names[0]} has values that are not finite, expected finite ones, as a rollout stores the"
+                " weight; look for the step that made them"
             )
-
-    def write(self, made: nn.Parameter) -> None:
-        """Puts what was stored into the view: where it is, from the second time on."""
-        held = self.view.weight
-        if not isinstance(held, StoredWeight):
-            setattr(self.view.module, self.view.parameter, made)
-            return
-        if (held.shape, held.dtype, held.device) != (made.shape, made.dtype, made.device):
-            raise StoredWeightError(
-                f"{self.source.names[0]} is {list(made.shape)} {made.dtype} on {made.device}, expected {list(held.shape)}"
-                f" {held.dtype} on {held.device}, as when its view was made; call te_inductor.rollout(model) again"
+        if (held.shape, held.dtype, held.device) != (weight.shape, weight.dtype, weight.device):
+            return StoredWeightError(
+                f"{self.source.names[0]} is {list(weight.shape)} {weight.dtype} on {weight.device}, expected"
+                f" {list(held.shape)} {held.dtype} on {held.device}, as when its view was made; call"
+                " te_inductor.rollout(model) again"
             )
-        held.copy_(made)
+        return None
 
 
-def _store(chosen: Sequence[tuple[MultipliedWeight, Recipe]], source_of: dict[nn.Module, nn.Module]) -> None:
-    done: dict[Tensor, Tensor] = {}
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Weights that are one matrix to engines, or one weight."""
+
+    weights: Sequence[_Stored]
+    new: Sequence[_Stored]  # those that no other group stores
+
+    def store(self, rewriter: Rewriter) -> None:
+        """Puts what is stored into the view: where it is, from the second time on."""
+        shared = shared_by([(one.source, one.recipe) for one in self.weights])
+        for one in self.new:
+            held = one.view.weight
+            if isinstance(held, StoredWeight):
+                rewriter.add(held, one.source.weight, shared)
+            else:
+                setattr(one.view.module, one.view.parameter, one.source.stored(one.recipe, *shared))
+
+
+def _store(
+    chosen: Sequence[tuple[MultipliedWeight, Recipe]], source_of: dict[nn.Module, nn.Module], fallback: Fallback
+) -> None:
+    first: dict[Tensor, MultipliedWeight] = {}
+    held: list[tuple[MultipliedWeight, Tensor]] = []
+    view = FollowedView(_Storing(Rewriter(fallback)))
     for together in multiplied_as_one(chosen):
         group = [_Stored(held, replace(held, module=source_of[held.module]), recipe) for held, recipe in together]
-        new = list({one.source.weight: one for one in group if one.source.weight not in done}.values())
+        new = list({one.source.weight: one for one in group if one.source.weight not in first}.values())
         if new:
-            follows = FollowedWeights([place for one in group for place in one.places], _Storing(group, new))
-            follows.look()
-            done |= {one.source.weight: one.view.weight for one in new}
-            followed_weights.add([one.view.weight for one in new], follows)
-        for one in group:
-            setattr(one.view.module, one.view.parameter, done[one.source.weight])
-            show_stored(one.view.module)
+            places = [place for one in group for place in one.places]
+            view.weights.append(FollowedWeights(view, places, _Group(group, new)))
+        first |= {one.source.weight: one.view for one in new}
+        held += [(one.view, one.source.weight) for one in group]
+    view.look(view.weights)
+    for weights in view.weights:
+        followed_weights.add([one.view.weight for one in weights.group.new], weights)
+    for one, source in held:
+        setattr(one.module, one.parameter, first[source].weight)
+        show_stored(one.module)
 
 
 @dataclass(frozen=True, eq=False)
 class _Storing:
-    """Stores weights that are one matrix to engines, or one weight."""
+    """Stores weights of a view whose parameters have changed."""
 
-    group: Sequence[_Stored]
-    new: Sequence[_Stored]  # those that no other group stores
+    rewriter: Rewriter
 
     @torch.no_grad()
-    def __call__(self, asked: bool) -> None:
-        for one in self.group:
-            one.share_others(asked)
-            if not bool(one.source.weight.isfinite().all()):
-                raise StoredWeightError(
-                    f"{one.source.names[0]} has values that are not finite, expected finite ones, as a rollout stores the"
-                    " weight; look for the step that made them"
-                )
-        shared = shared_by([(one.source, one.recipe) for one in self.group])
-        for one in self.new:
-            one.write(one.source.stored(one.recipe, *shared))
+    def __call__(
+        self, changed: Sequence[FollowedWeights], others: Sequence[FollowedWeights], asked: bool
+    ) -> list[FollowedWeights]:
+        told = [error for weights in changed for one in weights.group.weights if (error := one.share_others())]
+        if told and not asked:
+            raise told[0]
+        # What is not looked at is left to who looks at it, if something is wrong with it.
+        others = [weights for weights in others if not any(one.replaced for one in weights.group.weights)]
+        finite = are_finite([one.source.weight for weights in (*changed, *others) for one in weights.group.weights])
+        stored = []
+        for weights in (*changed, *others):
+            group: _Group = weights.group
+            refused = [error for one in group.weights if (error := one.refusal(finite[one.source.weight]))]
+            if not refused:
+                stored.append(weights)
+            elif weights in changed:
+                raise refused[0]
+        for weights in stored:
+            weights.group.store(self.rewriter)
+        self.rewriter.run()
+        return stored

@@ -1,14 +1,19 @@
 """`rollout`: what generates has the bits that `quantize_` would store of the parameters as they are."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from te_inductor import quantize_, quantized_state_dict, refresh_rollout, rollout
 from te_inductor.errors import OptionError, StoredWeightError
+from te_inductor.ops import stored_again
 from te_inductor.ops.stored_weight import NVFP4Weight, StoredWeight, store
+from te_inductor.runtime.weights import cached_weights
+from te_inductor.runtime.weights.followed_weights import following
 from tests.checkpoints import ExpertsModel
 from tests.support.streamed import Decoder, bits
 
@@ -203,3 +208,78 @@ def test_errors():
     holder.generator = (one for one in ())
     with pytest.raises(OptionError, match="cannot copy the modules of the Decoder"):
         rollout(holder)
+
+
+class Mixed(nn.Module):
+    """Weights of several shapes and dtypes, that are one matrix, tied, no multiple of any block, and experts'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Decoder().blocks[0].attention
+        self.low, self.odd = nn.Linear(48, 80).bfloat16(), nn.Linear(33, 131)
+        self.experts, self.tied = ExpertsModel(), nn.Linear(48, 80)
+        self.tied.weight = self.low.weight
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "current", "block", "nvfp4_weight_only"])
+@pytest.mark.parametrize("kernels", [lambda _: None, lambda _: cached_weights.refresh], ids=["alone", "at once"])
+def test_what_has_changed_is_stored_at_once(kernels, recipe, monkeypatch):
+    """One use, or one graph, stores all in place, bit for bit as `quantize_` would, and the host waits once; nothing is
+    written where something that is looked at cannot be stored, and all else where something that is not cannot."""
+    monkeypatch.setattr(stored_again, "kernels", kernels)
+    model = Mixed()
+    view = rollout(model, recipe, fallback="silent")
+    stored = {name: one for name, one in view.named_parameters() if isinstance(one, StoredWeight)}
+    graph = following(lambda *_: None, range(len(stored)))
+
+    def change() -> None:
+        with torch.no_grad():
+            torch._foreach_mul_(list(model.parameters()), 1.3)
+
+    def written(of: nn.Module) -> list[object]:  # without a look
+        stored = [(name, one) for name, one in of.named_parameters() if isinstance(one, StoredWeight)]
+        return [bits((name, part) for part in one.parts) for name, one in stored]
+
+    def expected() -> list[object]:
+        return written(quantize_(copy.deepcopy(model), recipe))
+
+    def count(name: str) -> None:
+        method = getattr(Tensor, name)
+        patched.setattr(Tensor, name, lambda self: waits.append(name) or method(self))
+
+    addresses = [part.data_ptr() for one in stored.values() for part in one.parts]
+    first = next(iter(stored.values()))
+    for look in (lambda: first + 0, lambda: graph(*stored.values()), lambda: refresh_rollout(view)):
+        change()
+        waits: list[str] = []
+        with monkeypatch.context() as patched:
+            for name in ("tolist", "item", "__bool__"):
+                count(name)
+            look()
+        assert waits == ["tolist"] and written(view) == expected()
+    assert addresses == [part.data_ptr() for one in stored.values() for part in one.parts]
+
+    change()
+    before = written(view)
+    with torch.no_grad():
+        model.odd.weight[3, 5] = torch.inf
+    for _ in range(2):
+        with pytest.raises(StoredWeightError, match=r"odd has values that are not finite"):
+            graph(*stored.values())
+        assert written(view) == before
+    first + 0
+    assert written(view) != before
+    with torch.no_grad():
+        model.odd.weight[3, 5] = 1.0
+    graph(*stored.values())
+    assert written(view) == expected()
+
+
+def test_a_view_and_its_model_are_let_go():
+    model = Decoder()
+    view = rollout(model)
+    alive = [weakref.ref(one) for one in (model.blocks[0].attention.o_proj, view.blocks[0].attention.o_proj)]
+    copied = copy.deepcopy(view.blocks[0].attention.o_proj)
+    del model, view
+    gc.collect()
+    assert [one() for one in alive] == [None, None] and isinstance(copied.weight, StoredWeight)

@@ -103,8 +103,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a rollout does not see steps of fused optimizers",
-        "                _steps[parameter] = steps + 1\n",
-        "                _steps[parameter] = steps\n",
+        "                steps[0] += 1\n",
+        "                steps[0] += 0\n",
         ("tests/backend/test_rollouts.py", "-k", "fused"),
     ),
     Mutation(

@@ -37,12 +37,12 @@ class CachedInput:
 class _FoundWeights:
     cached: list[CachedWeight]
     tensors: list[Tensor]
-    refresh: "_Refreshers"
-    again: "_Refreshers"  # of backwards, which record no amax: what they remember is something else
+    refresh: "Refreshers"
+    again: "Refreshers"  # of backwards, which record no amax: what they remember is something else
 
 
-class _Refreshers:
-    """One for each device."""
+class Refreshers:
+    """What makes copies anew, on each device that has some."""
 
     def __init__(
         self, refresh_on: Callable[[torch.device], Refresh], cached: Sequence[CachedWeight], fallback: str
@@ -122,7 +122,7 @@ class CachedInputs(ExtraInputs):
         if found is None:
             cached = [cached_of(w.spec, group, w.columns) for w, group in zip(self.weights, parameters, strict=True)]
             tensors = [t for one, w in zip(cached, self.weights, strict=True) for t in one.taken(w.columns)]
-            refreshers = (_Refreshers(self.refresh_on, cached, self.fallback) for _ in range(2))
+            refreshers = (Refreshers(self.refresh_on, cached, self.fallback) for _ in range(2))
             found = _FoundWeights(cached, tensors, *refreshers)
             self._found.set(flat, found)
         return found
@@ -131,7 +131,7 @@ class CachedInputs(ExtraInputs):
 class CheckAgain:
     """What a call's backward does first where another look came behind: `Note [A weight that has not changed]`."""
 
-    def __init__(self, looks: Sequence[FreshnessCheck], refreshers: _Refreshers) -> None:
+    def __init__(self, looks: Sequence[FreshnessCheck], refreshers: Refreshers) -> None:
         self._looks = [look._replace(amax=None) for look in looks]
         self._counts = [look.cached.looks for look in looks]
         self._refreshers = refreshers

@@ -187,11 +187,12 @@ def _empty(quantizer: Quantizer, shape: Sequence[int], like: Tensor) -> tuple[Te
     return data, like.new_ones(scales, dtype=quantizer.granularity.scale.dtype)
 
 
-def new(spec: Spec, weights: Sequence[Tensor]) -> CachedWeight:
-    """Copies that are yet to be made. Outside of inference mode: a training step may be the next to write them."""
+def new(spec: Spec, weights: Sequence[Tensor], copy: tuple[Tensor, Tensor] | None = None) -> CachedWeight:
+    """Copies that are yet to be made, by default in memory of their own: values and scales. Outside of inference mode: a
+    training step may be the next to write them."""
     with torch.inference_mode(False), torch.no_grad():
         like, sizes = weights[0].detach(), tuple(tuple(map(int, w.shape)) for w in weights)
-        tensors = _empty(spec.quantizer, weight_shape(spec, sizes), like)
+        tensors = copy or _empty(spec.quantizer, weight_shape(spec, sizes), like)
         amax = like.new_zeros((), dtype=torch.float32) if spec.quantizer.granularity.two_level else None
         count = sum(math.prod(tiles(size[-2:])) for size in sizes) if is_tiled(spec) else 1
         stored = like.new_zeros((*sizes[0][:-2], count), dtype=torch.int64)

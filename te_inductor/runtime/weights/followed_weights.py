@@ -11,12 +11,16 @@ counter, and how many steps of an optimizer it has been through, as fused optimi
 otherwise, `p.data.mul_()`, a kernel or a collective of the program's own, is not seen: `refresh_rollout` is for those.
 
 The look is where a weight is used: in eager code each use looks at that weight, a compiled graph looks at all of its
-weights before it runs. Neither is traced, so that no guard and no kernel comes of it."""
+weights before it runs. Neither is traced, so that no guard and no kernel comes of it. A look that sees a change stores
+whatever has changed in the view, not only the weights that it looks at: a few launches serve all weights, and the host
+waits once, for whether their values are finite. What cannot be stored is an error where it is looked at, before anything
+is written, and is left as it is where it is not."""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
@@ -25,65 +29,103 @@ from te_inductor.runtime.hooks import tell_after_each
 from te_inductor.tensor_tables import TensorReference, TensorTable
 
 _LOCK = threading.RLock()  # two threads may generate at once
+_FOLLOWS = "_te_follows"  # a stored weight's attribute, which lives and dies with it
 
 
 @dataclass(eq=False)
 class FollowedWeights:
     """Parameters that are stored together, and by what their changes are seen."""
 
+    view: "FollowedView"
     # The modules that hold them, each with the name there, and what is beside them, such as biases.
     sources: Sequence[tuple[nn.Module, str]]
-    store: Callable[[bool], None]  # writes what is stored of them; is given whether the program asks for it
-    _seen: list[tuple[TensorReference, tuple[int, ...]]] = field(default_factory=list)
+    group: Any  # what the view's `store` is given of them
+    _seen: list[tuple[TensorReference, list[int], tuple[int, ...]]] = field(default_factory=list)
+
+    def are_stored(self) -> bool:
+        """Whether the modules hold the parameters that were stored, as they were."""
+        if len(self._seen) != len(self.sources):
+            return False
+        for (module, name), (reference, steps, mark) in zip(self.sources, self._seen, strict=True):
+            one = module._parameters[name]
+            if one is None or not reference.is_to(one) or mark != _mark(one, steps):
+                return False
+        return True
+
+    def note(self) -> None:
+        """Takes the parameters for stored as they are."""
+        held = [module._parameters[name] for module, name in self.sources]
+        counted = [(one, _steps.setdefault(one, [0])) for one in held if one is not None]
+        self._seen = [(TensorReference(one), steps, _mark(one, steps)) for one, steps in counted]
+
+    def forget(self) -> None:
+        """Takes the parameters for changed."""
+        self._seen = []
+
+    def __deepcopy__(self, memo: object) -> None:
+        """A copy of a stored weight follows nothing."""
+
+
+# Is given what was looked at and has changed, what else of the view has, and whether the program asks for it; returns
+# what it has stored.
+Store = Callable[[Sequence[FollowedWeights], Sequence[FollowedWeights], bool], Iterable[FollowedWeights]]
+
+
+@dataclass(eq=False)
+class FollowedView:
+    """All that follows in one view."""
+
+    store: Store
+    weights: list[FollowedWeights] = field(default_factory=list)
     _stores: bool = False  # whether it does: what writes a stored weight uses it
 
-    def look(self, again: bool = False) -> None:
-        """Stores the parameters if they have changed, or `again` in any case."""
+    def look(self, weights: Sequence[FollowedWeights], again: bool = False) -> None:
+        """Stores what has changed, if some of these weights have, or these `again` in any case."""
         with _LOCK:
             if self._stores:
                 return
-            weights = [module._parameters[name] for module, name in self.sources]
-            if not again and self._are(weights):
+            changed = [one for one in weights if again or not one.are_stored()]
+            if not changed:
                 return
-            self._seen, self._stores = [], True  # of nothing, where `store` raises
+            others = [one for one in self.weights if one not in changed and not one.are_stored()]
+            for one in (*changed, *others):
+                one.forget()  # also where `store` raises
+            self._stores = True
             try:
-                self.store(again)
+                stored = self.store(changed, others, again)
             finally:
                 self._stores = False
-            held = [one for one in weights if one is not None]
-            self._seen = [(TensorReference(one), _mark(one, _steps.setdefault(one, 0))) for one in held]
-
-    def _are(self, weights: Sequence[Tensor | None]) -> bool:
-        """Whether these are the parameters that were stored, as they were."""
-        return len(weights) == len(self._seen) and all(
-            one is not None and reference() is one and mark == _mark(one, _steps.get(one, 0))
-            for one, (reference, mark) in zip(weights, self._seen, strict=True)
-        )
+            for one in stored:
+                one.note()
 
 
-_followed: TensorTable[FollowedWeights] = TensorTable()  # by the stored weight
-_steps: TensorTable[int] = TensorTable()  # of optimizers, by the parameter
+_views: WeakSet[FollowedView] = WeakSet()
+_steps: TensorTable[list[int]] = TensorTable()  # the number of steps of optimizers, by the parameter
 
 
 def add(stored: Iterable[Tensor], weights: FollowedWeights) -> None:
     """Has these stored weights follow."""
     for one in stored:
-        _followed[one] = weights
+        setattr(one, _FOLLOWS, weights)
+    _views.add(weights.view)
     tell_after_each(_count)
 
 
-def of(stored: Iterable[Any]) -> list[FollowedWeights]:
-    """What those of some values follow that do, each once."""
-    if not len(_followed):
-        return []
-    found = (_followed.get(one, None) for one in stored)
-    return list(dict.fromkeys(one for one in found if one is not None))
+def of(stored: Iterable[Any]) -> dict[FollowedView, list[FollowedWeights]]:
+    """What those of some values follow that do, each once, by their views."""
+    if not len(_views):
+        return {}
+    found: dict[FollowedView, list[FollowedWeights]] = {}
+    for one in dict.fromkeys([getattr(one, _FOLLOWS, None) for one in stored]):
+        if one is not None:
+            found.setdefault(one.view, []).append(one)
+    return found
 
 
 def follow(stored: Iterable[Any]) -> None:
     """Has stored weights be those of their parameters as these are."""
-    for one in of(stored):
-        one.look()
+    for view, weights in of(stored).items():
+        view.look(weights)
 
 
 def following(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
@@ -99,8 +141,8 @@ def following(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[.
     return run
 
 
-def _mark(weight: Tensor, steps: int) -> tuple[int, ...]:
-    return weight.data_ptr(), 0 if weight.is_inference() else weight._version, steps
+def _mark(weight: Tensor, steps: list[int]) -> tuple[int, ...]:
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version, steps[0]
 
 
 def _count(optimizer: Optimizer) -> None:
@@ -108,4 +150,4 @@ def _count(optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             steps = _steps.get(parameter, None)
             if steps is not None:
-                _steps[parameter] = steps + 1
+                steps[0] += 1

@@ -1,0 +1,78 @@
+"""Stored weights that are written again, in place, many at once."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from te_inductor.ops.stored_experts import Float8Experts
+from te_inductor.ops.stored_weight import Float8Weight, StoredWeight
+from te_inductor.presentation.paths import grouped
+from te_inductor.runtime.weights import cached_weights
+from te_inductor.runtime.weights.cached_inputs import Refresh, Refreshers
+from te_inductor.runtime.weights.cached_weights import CachedWeight, FreshnessCheck, Spec
+
+
+def are_finite(weights: Sequence[Tensor]) -> dict[Tensor, bool]:
+    """Whether all values of a weight are finite, for each. The host waits once for each device."""
+    found: dict[Tensor, bool] = {}
+    distinct = list(dict.fromkeys(weights))
+    for on_device in grouped(distinct, lambda weight: weight.device).values():
+        alike = grouped(on_device, lambda weight: weight.dtype).values()  # which one launch serves
+        largest = [torch.stack(torch._foreach_norm(some, math.inf)) for some in alike]
+        flags = torch.cat([some.isfinite() for some in largest]).tolist()
+        found |= zip((weight for some in alike for weight in some), flags, strict=True)
+    return found
+
+
+@dataclass
+class Rewriter:
+    """Writes stored weights again. Those in FP8 on a GPU are cast in a few launches, by the kernels of
+    `templates/triton/cached_weights.py`, straight into the memory that graphs read."""
+
+    fallback: str  # options["fallback"], where a kernel fails
+    _waiting: list[FreshnessCheck] = field(default_factory=list)
+    _cached: dict[Tensor, CachedWeight] = field(default_factory=dict)  # by the stored weight
+    _refreshers: dict[torch.device, Refreshers] = field(default_factory=dict)
+
+    def add(self, stored: StoredWeight, weight: Tensor, shared: Sequence[object]) -> None:
+        """Writes what `store` makes of a weight, with what it shares with others: at once, or in `run`."""
+        cached = self._cached_of(stored, weight)
+        if cached is None:
+            made = stored.store(weight.detach(), stored.recipe, *stored.more, *shared)
+            stored.copy_(made)
+        else:
+            self._waiting.append(FreshnessCheck(cached, [weight]))
+
+    def run(self) -> None:
+        """Writes what waits for it."""
+        waiting, self._waiting = self._waiting, []
+        for device, looks in grouped(waiting, lambda look: look.cached.digests.device).items():
+            for look in looks:
+                look.cached.versions = ()  # autograd is told in any case: they are written
+            torch._foreach_zero_([look.cached.digests for look in looks])
+            self._refreshers[device].look(looks)
+
+    def _cached_of(self, stored: StoredWeight, weight: Tensor) -> CachedWeight | None:
+        """The stored weight as the kernels know it; None where they do not write it."""
+        cached = self._cached.get(stored)
+        if cached is None or not cached.fits([weight]):
+            refresh = kernels(weight.device)
+            if refresh is None or not isinstance(stored, Float8Weight | Float8Experts) or stored.values_.is_inference():
+                return None
+            spec = Spec(stored.quantizer, getattr(stored, "transposed", False), 1)
+            cached = self._cached[stored] = cached_weights.new(spec, [weight], (stored.values_, stored.scale_inv))
+            if weight.device not in self._refreshers:
+                self._refreshers[weight.device] = Refreshers(lambda _: refresh, [cached], self.fallback)
+        return cached if weight.is_contiguous() else None
+
+
+def kernels(device: torch.device) -> Refresh | None:
+    """What casts many weights at once there."""
+    if device.type != "cuda":
+        return None
+    from te_inductor.templates.triton.cached_weights import OnDevice
+
+    return OnDevice()
