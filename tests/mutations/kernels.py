@@ -26,13 +26,13 @@ MUTATIONS = [
         "two-level scales: the other operand's amax is in alpha",
         "alpha = a.amax * (b.amax.t() if b.amax.dim() else b.amax) *",
         "alpha = a.amax * (a.amax.t() if a.amax.dim() else a.amax) *",
-        ("tests/numerics/test_linear.py", "-k", "nvfp4"),
+        ("tests/numerics/test_layers.py", "-k", "nvfp4"),
     ),
     Mutation(
         "a column copy is made without the Hadamard transform",
         "column = _copy(hadamard(x.t()) if quantizer.hadamard else x.t(), quantizer) if columnwise else None",
         "column = _copy(x.t(), quantizer) if columnwise else None",
-        ("tests/numerics/test_linear.py", "-k", "nvfp4"),
+        ("tests/numerics/test_layers.py", "-k", "nvfp4"),
     ),
     Mutation(
         "the gradient is cast with the input's scale",

@@ -10,10 +10,8 @@ from torch import Tensor
 from te_inductor import ops
 from te_inductor.ops import grouped as grouped_ops
 from te_inductor.ops import places_of
-from te_inductor.ops.layers.delayed_scales import Delayed, FirstStep
 from te_inductor.recipes import (
     CustomRecipe,
-    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowwiseScaling,
@@ -235,54 +233,7 @@ RECIPES = {
 }
 
 
-def composed(*parts, **given):
-    """A layer whose spec has parts besides its slots, with their tensors."""
-
-    def layer(x, weights, biases, ends, slots, dtype, **more):
-        return ops.layers(x, weights, biases, ops.LayerSpec(slots, *parts), dtype, ends=ends, **given, **more)
-
-    return layer
-
-
-compiled_layer = torch.compile(composed(), fullgraph=True)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("dtype", "bias", "each"),
-    [(torch.float32, True, 0), (torch.bfloat16, False, 4), (torch.float16, True, 4), (torch.float32, False, 4)],
-)
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_layer(recipe, sizes, dtype, bias, each):
-    behind, sizes = BEHIND.get(sizes, 0), SIZES[sizes]
-    behind += -(sum(sizes) + behind) % 4 if each else 0
-    x, weights, biases, dy, order = inputs(sizes, behind, dtype=dtype, bias=bias, each=each)
-    slots = RECIPES[recipe].slots()
-    ys = run(grouped_linears, x, weights, biases, ends_of(sizes), slots, order, each, dy, dtype)
-    check(x, weights, biases, sizes, slots, ys, dy, order // each if each else None)
-
-
-@pytest.mark.parametrize(
-    "recipe", [name if name == "rowwise" else pytest.param(name, marks=thorough) for name in RECIPES]
-)
-def test_layer_of_blocks_and_a_half(recipe):
-    """The sizes are like 2880, which is 22 blocks and a half."""
-    sizes = (40, 0, 130, 7)
-    x, weights, biases, dy, _ = inputs(sizes, 3, n=(192,), k=320)
-    slots = RECIPES[recipe].slots()
-    ys = run(grouped_linears, x, weights, biases, ends_of(sizes), slots, None, 0, dy, torch.float32)
-    check(x, weights, biases, sizes, slots, ys, dy)
-
-
-@pytest.mark.parametrize("recipe", ["current", "block", pytest.param("mxfp8 options", marks=thorough)])
-def test_layers_of_one_input(recipe):
-    """Two weights are one whose rows are both's, for the recipes whose column copies allow it."""
-    sizes = (16, 0, 40)
-    x, weights, biases, dy, order = inputs(sizes, n=(128, 256), each=2)
-    slots = RECIPES[recipe].slots()
-    ys = run(grouped_linears, x, weights, biases, ends_of(sizes), slots, order, 2, dy, torch.float32)
-    check(x, weights, biases, sizes, slots, ys, dy, order // 2)
+compiled_layer = torch.compile(grouped_linears, fullgraph=True)
 
 
 @pytest.mark.parametrize("recipe", [n if n == "rowwise" else pytest.param(n, marks=thorough) for n in RECIPES])
@@ -308,40 +259,6 @@ def test_a_recipe_of_ones_own():
     x, weights, biases, dy, _ = inputs(sizes, 5)
     ys = run(grouped_linears, x, weights, biases, ends_of(sizes), slots, None, 0, dy, torch.float32)
     check(x, weights, biases, sizes, slots, ys, dy)
-
-
-@pytest.mark.parametrize("each", [0, 2])
-def test_delayed(each):
-    """A first step casts with each tensor's own amax, later ones with known scales; both record amaxes that nothing
-    behind the groups changes."""
-    recipe, sizes = DelayedScaling(), (0, 17, 30, 1)
-    slots = recipe.slots()
-    x, weights, biases, dy, order = inputs(sizes, 0 if each else 6, each=each)
-    rows = order // each if each else None
-    seen = [
-        grouped.masked(x.detach(), sizes) if rows is None else x.detach(),
-        weights[0].detach(),
-        grouped.masked(dy, sizes),
-    ]
-    elements = [getattr(slots, slot).format for slot in ("input", "weight", "grad_output")]
-    first = tuple(casts.ScalingHistory(recipe, e).scale_of_first(t) for e, t in zip(elements, seen, strict=True))
-    later = (3.0, 5.0, 7.0)
-    dy[sum(sizes) :] = math.nan
-    for scales in (first, later):
-        x.grad = weights[0].grad = biases[0].grad = None
-        grad_amax = torch.zeros(())
-        token = torch.zeros((), requires_grad=True)
-        more = {"token": token, "grad_amax": grad_amax}
-        if scales is first:
-            call = composed(FirstStep(recipe), **more)
-        else:
-            pairs = [(torch.tensor(scale), 1 / torch.tensor(scale)) for scale in scales]
-            slots_known = ("input", "weight", "grad_output")
-            known = [one for pair in pairs for one in pair]
-            call = composed(Delayed(recipe, slots_known), known=known, **more)
-        ys = run(call, x, weights, biases, ends_of(sizes), slots, order, each, dy, torch.float32)
-        check(x, weights, biases, sizes, slots, ys, grouped.masked(dy, sizes), rows, scales)
-        assert grad_amax == seen[2].abs().max()
 
 
 @pytest.mark.sample(1)

@@ -16,18 +16,6 @@ pytestmark = pytest.mark.usefixtures("known_seeds")
 thorough = pytest.mark.thorough
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    "sizes", [[(1, 1, 1), (33, 70, 130)], [(3, 5, 17), (64, 48, 128)], [(1, 5, 128), (140, 260, 150)]], ids=str
-)
-def test_called(sizes, dtype, with_bias, recipe):
-    for size in sizes:
-        check(through("called"), *size, dtype, with_bias, recipe)
-
-
 @pytest.mark.quick(
     "(33, 64, 48)-torch.float32-True-hybrid-aot_eager",
     "(33, 77, 48)-torch.bfloat16-True-rowwise-te",

@@ -1,5 +1,7 @@
 """Layers of experts against the float64 oracle."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,15 @@ def ends_of(sizes) -> Tensor:
     return torch.tensor(sizes).cumsum(0).int()
 
 
+class Found(NamedTuple):
+    """What a layer gave, of all weights as one."""
+
+    y: Tensor  # (M, N)
+    dx: Tensor  # (T, K)
+    dw: Tensor  # (E, N, K)
+    db: Tensor | None  # (E, N)
+
+
 def check(
     x: Tensor,
     weights: list[Tensor],
@@ -26,38 +37,56 @@ def check(
     scales: tuple[float, float, float] | None = None,
 ) -> None:
     """What a layer gave, and the gradients that its inputs hold, against the oracle."""
-    dtype, each = ys[0].dtype, 1 if rows is None else len(rows) // len(x)
-    plain = [w.detach() for w in weights]
-    pairs = grouped.operands(x.detach(), plain, dy, sizes, slots, rows, SEEDS, scales)
-    bias = torch.cat([b.detach() for b in biases], 1) if biases else None
-    y, dx = torch.cat(ys, 1).detach(), torch.zeros(len(dy), x.shape[1], dtype=torch.float64)
+    pairs = grouped.operands(x.detach(), [w.detach() for w in weights], dy, sizes, slots, rows, SEEDS, scales)
+    bias, db = (torch.cat([part(b) for b in biases], 1) if biases else None for part in (Tensor.detach, _gradient))
+    found = Found(torch.cat(ys, 1).detach(), x.grad, torch.cat([w.grad for w in weights], 1), db)
+    compare(pairs, found, bias, sizes, slots, dy, rows)
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    return tensor.grad
+
+
+def compare(
+    pairs: grouped.Operands,
+    found: Found,
+    bias: Tensor | None,  # (E, N)
+    sizes,
+    slots,
+    dy: Tensor,
+    rows: Tensor | None = None,  # of x, that are multiplied
+    total: float = 0.0,  # to which gradients of `made` were added in fp32, of which dw is the rest
+    made: torch.dtype | None = None,
+) -> None:
+    """Each group's products against the oracle's, of these operands; and rows of nobody, which are zeros."""
+    y, db, dtype = found.y, found.db, found.y.dtype
+    dx = torch.zeros(len(dy), found.dx.shape[1], dtype=torch.float64)
     error = torch.zeros_like(dx)
-    dw = torch.cat([w.grad for w in weights], 1)
-    db = torch.cat([b.grad for b in biases], 1) if biases else None
     for group, (begin, end) in enumerate(grouped.spans(sizes)):
         own = None if bias is None else bias[group]
-        for what, (a, b), gemm, found in (
-            ("y", pairs.fprop[group], slots.fprop, y[begin:end]),
-            ("dw", pairs.wgrad[group], slots.wgrad, dw[group]),
-        ):
-            added = own if what == "y" else None
-            if found.numel():
-                expected = casts.product(a, b, added, gemm)
-                assert_near(found, expected, error_of(a, b, added, dtype, gemm), f"{what} of group {group}")
+        (a, b), part = pairs.fprop[group], y[begin:end]
+        if part.numel():
+            assert_near(
+                part, casts.product(a, b, own, slots.fprop), error_of(a, b, own, dtype, slots.fprop), f"y of {group}"
+            )
+        (a, b), part = pairs.wgrad[group], found.dw[group]
+        expected = casts.product(a, b, None, slots.wgrad)
+        rounded = 2 * UNIT[torch.float32] * (expected.abs() + total) if total else 0.0
+        assert_near(part, expected, error_of(a, b, None, made or part.dtype, slots.wgrad) + rounded, f"dw of {group}")
         a, b = pairs.dgrad[group]
         dx[begin:end] = casts.product(a, b, None, slots.dgrad)
         error[begin:end] = error_of(a, b, None, dtype, slots.dgrad)
         if db is not None:
             own_dy = dy[begin:end]
-            assert_near(db[group], own_dy.double().sum(0), sum_error(own_dy, dtype), f"db of group {group}")
+            assert_near(db[group], own_dy.double().sum(0), sum_error(own_dy, dtype), f"db of {group}")
     assert not y[sum(sizes) :].any(), "rows that belong to nobody"
     if rows is not None:  # the sum over a row's copies, in fp32
-        total, bound, size = (torch.zeros(len(x), x.shape[1], dtype=torch.float64) for _ in range(3))
-        for part, whole in ((total, dx), (bound, error), (size, dx.abs() + error)):
-            part.index_add_(0, rows, whole)
-        error = bound + (each - 1) * UNIT[torch.float32] * size
-        dx, error = total, error + UNIT[x.dtype] * (total.abs() + error)
-    assert_near(x.grad, dx, error, "dx")
+        sums, bound, size = (torch.zeros(found.dx.shape, dtype=torch.float64) for _ in range(3))
+        for whole, of_copies in ((sums, dx), (bound, error), (size, dx.abs() + error)):
+            whole.index_add_(0, rows, of_copies)
+        error = bound + (len(rows) // len(found.dx) - 1) * UNIT[torch.float32] * size
+        dx, error = sums, error + UNIT[found.dx.dtype] * (sums.abs() + error)
+    assert_near(found.dx, dx, error, "dx")
 
 
 def error_of(a, b, bias, dtype, gemm) -> Tensor:
