@@ -43,7 +43,7 @@ def test_every_gemm_is_an_fp8_gemm(training: Generated) -> None:
 
 
 def test_the_gradients_of_gate_and_up_are_cast_where_they_are_computed(arch: int) -> None:
-    """Also where gate and up are saved as codes with scales, which are two reads for one: no gradient is written first."""
+    """Holds also where gate and up are saved as codes with scales, two reads for one: no gradient is written first."""
     for case in ("mlp_training_delayed", "mlp_training_saved"):
         _, backward = generate(case, arch).sources
         [gradients] = [name for name in re.findall(r"(\S+)\.run\(", backward) if "sigmoid" in name]

@@ -22,7 +22,7 @@ def mlp_training_delayed() -> Case:
 
 
 def mlp_training_saved() -> Case:
-    """Of sequences, whose gradients are views."""
+    """An MLP of sequences, whose gradients are views."""
     compiled, (x,) = _mlp_training("delayed", saved="low_precision")
     return compiled, (x.detach().unflatten(0, (4, -1)).requires_grad_(),)
 
