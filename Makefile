@@ -25,13 +25,13 @@ docs: $(VENV)/dev.done $(VENV)/docs.done ## Build the site into out/site; a warn
 	$(BIN)/python docs/build_site.py out/site $(SITE)
 
 test: $(VENV)/dev.done ## Run the quick tests that need no GPU; ARGS="-k explain"
-	$(BIN)/python -m pytest -m "not gpu and not gpu2 and not thorough" -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not gpu2 and not thorough" --ignore tests/gpu -n 2 --dist worksteal $(ARGS)
 
 slow-tests: $(VENV)/dev.done ## Run the quick tests and list the dearest by processor time; ARGS="tests/backend --costs 20"
-	$(BIN)/python -m pytest -p tests.cpu_time -m "not gpu and not gpu2 and not thorough" -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -p tests.cpu_time -m "not gpu and not gpu2 and not thorough" --ignore tests/gpu -n 2 --dist worksteal $(ARGS)
 
 test-all: $(VENV)/dev.done ## Run all tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu and not gpu2" --whole -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not gpu2" --ignore tests/gpu --whole -n 2 --dist worksteal $(ARGS)
 
 test-gpu: $(VENV)/dev.done ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
