@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings
-from torch._inductor.virtualized import V
 from torch._inductor.virtualized import ops as inductor_ops
 from torch.utils._sympy.functions import FloorDiv
 
 from te_inductor import ops
+from te_inductor.lowerings.codegen import scattered
 from te_inductor.lowerings.registry import lowering
 
 aten = torch.ops.aten
@@ -36,18 +36,8 @@ def place_rows(x: ir.TensorBox, rows: ir.TensorBox, places: ir.TensorBox) -> ir.
         row = inductor_ops.indirect_indexing(load_place([index[0]]), sizes[0], check=False, wrap_neg=False)
         return [row, *index[1:]]
 
-    scatter = ir.Scatter(
-        device=x.get_device_or_error(),
-        dtype=x.get_dtype(),
-        inner_fn=lambda index: load([FloorDiv(index[0], each), *index[1:]]),
-        ranges=sizes,
-        output_indexer=place,
-    )
     layout = ir.FixedLayout(x.get_device_or_error(), x.get_dtype(), sizes)
-    buffer = ir.ComputedBuffer(name=None, layout=layout, data=scatter)
-    buffer.name = V.graph.register_buffer(buffer)
-    V.graph.register_operation(buffer)
-    return ir.TensorBox.create(buffer)
+    return scattered(layout, x.get_dtype(), sizes, lambda index: load([FloorDiv(index[0], each), *index[1:]]), place)
 
 
 def _each(places: ir.TensorBox) -> Any:

@@ -17,8 +17,9 @@ import torch
 from torch._inductor import ir
 from torch._inductor.codegen.common import DeferredLine
 from torch._inductor.codegen.triton import TritonKernel
-from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
+
+from te_inductor.lowerings.codegen import scattered
 
 MODE = "atomic_max"  # of a store: raise the int32 at the address to the largest of all values
 
@@ -26,17 +27,8 @@ MODE = "atomic_max"  # of a store: raise the int32 at the address to the largest
 def raise_to_amax(amax: ir.TensorBox, bits: ir.TensorBox) -> None:
     """Raises in place: `amax` (), fp32, becomes at least the number with the largest of the bit patterns."""
     amax.realize()
-    scatter = ir.Scatter(
-        device=bits.get_device_or_error(),
-        dtype=torch.int32,
-        inner_fn=bits.make_loader(),
-        ranges=list(bits.get_size()),
-        output_indexer=lambda index: [],
-        scatter_mode=MODE,  # type: ignore[arg-type]
-    )
-    buffer = ir.ComputedBuffer(name=None, layout=ir.MutationLayoutSHOULDREMOVE(amax), data=scatter)
-    buffer.name = V.graph.register_buffer(buffer)
-    V.graph.register_operation(buffer)
+    layout = ir.MutationLayoutSHOULDREMOVE(amax)
+    scattered(layout, torch.int32, bits.get_size(), bits.make_loader(), lambda index: [], MODE)
 
 
 class AmaxKernel(TritonKernel):

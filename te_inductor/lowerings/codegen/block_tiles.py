@@ -35,6 +35,7 @@ from torch._inductor.virtualized import V
 from torch._inductor.virtualized import ops as prims
 from torch.utils._sympy.functions import FloorDiv
 
+from te_inductor.lowerings.codegen import scattered
 from te_inductor.lowerings.codegen.column_sums import SumsKernel
 from te_inductor.recipes import Quantizer
 
@@ -94,18 +95,11 @@ def store_once_a_block(
     layout: ir.Layout,  # of (R / rows, C / columns)
 ) -> ir.TensorBox:
     high, wide = block
-    scatter = ir.Scatter(
-        device=x.get_device_or_error(),
-        dtype=layout.dtype,
-        inner_fn=value,
-        ranges=list(x.get_size()),
-        output_indexer=lambda index: [FloorDiv(index[0], high), FloorDiv(index[1], wide)],
-        scatter_mode=MODE,  # type: ignore[arg-type]
-    )
-    buffer = ir.ComputedBuffer(name=None, layout=layout, data=scatter)
-    buffer.name = V.graph.register_buffer(buffer)
-    V.graph.register_operation(buffer)
-    return ir.TensorBox.create(buffer)
+
+    def place(index: Any) -> list[Any]:
+        return [FloorDiv(index[0], high), FloorDiv(index[1], wide)]
+
+    return scattered(layout, layout.dtype, x.get_size(), value, place, MODE)
 
 
 @dataclass(frozen=True, eq=False)

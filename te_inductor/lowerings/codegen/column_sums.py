@@ -17,10 +17,10 @@ import torch
 from torch._inductor import ir
 from torch._inductor.codegen.common import DeferredLine
 from torch._inductor.lowering import lowerings
-from torch._inductor.virtualized import V
 from torch._inductor.virtualized import ops as inductor_ops
 from torch.utils._sympy.functions import FloorDiv
 
+from te_inductor.lowerings.codegen import scattered
 from te_inductor.lowerings.codegen.amax import AmaxKernel
 from te_inductor.lowerings.registry import give_up
 
@@ -37,17 +37,15 @@ def column_sums(x: ir.TensorBox) -> ir.TensorBox:
     partial = lowerings[aten.empty]([_parts(rows), columns], dtype=torch.float32, device=device)
     partial.realize()
     load = x.make_loader()
-    scatter = ir.Scatter(
-        device=device,
-        dtype=torch.float32,
-        inner_fn=lambda index: inductor_ops.to_dtype(load(index), torch.float32),
-        ranges=[rows, columns],
-        output_indexer=lambda index: [FloorDiv(index[0], ROWS), index[1]],
-        scatter_mode=MODE,  # type: ignore[arg-type]
-    )
-    buffer = ir.ComputedBuffer(name=None, layout=ir.MutationLayoutSHOULDREMOVE(partial), data=scatter)
-    buffer.name = V.graph.register_buffer(buffer)
-    V.graph.register_operation(buffer)
+
+    def value(index: Any) -> Any:
+        return inductor_ops.to_dtype(load(index), torch.float32)
+
+    def place(index: Any) -> list[Any]:
+        return [FloorDiv(index[0], ROWS), index[1]]
+
+    layout = ir.MutationLayoutSHOULDREMOVE(partial)
+    scattered(layout, torch.float32, [rows, columns], value, place, MODE)
     return lowerings[aten.sum](partial, [0])  # type: ignore[no-any-return]
 
 
