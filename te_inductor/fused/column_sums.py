@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from te_inductor import ops
 from te_inductor.fused.record import POST_GRAD, FusedKernel
 from te_inductor.lowerings.codegen.column_sums import ROWS
 from te_inductor.lowerings.codegen.column_sums import column_sums as lower
 from te_inductor.lowerings.registry import may_give_up
+from te_inductor.ops.casts import TWO_WAY_KNOWN
 from te_inductor.passes.graph.node_kinds import tensor_of
 from te_inductor.runtime.definition import op_of
 
@@ -58,7 +58,7 @@ def _is_large(x: Any) -> bool:
 
 def _casts_both_ways(user: fx.Node, x: fx.Node) -> bool:
     """Whether it casts x, by itself or beside other pieces, and both copies are read."""
-    if user.target not in (ops.quantize_rowcol_delayed, ops.quantize_pieces_delayed):
+    if user.target not in TWO_WAY_KNOWN:
         return False
     source: Any = user.args[0]
     pieces = source if isinstance(source, list | tuple) else [source]

@@ -20,6 +20,7 @@ from te_inductor.kernels.cutlass_tiles import ROUNDED, Kernel
 from te_inductor.lowerings.casts import quantize
 from te_inductor.lowerings.gemm import cutlass_choices, scaled_mm
 from te_inductor.numerics.activation import OPS, Activation, evaluate
+from te_inductor.numerics.scaled_products import ScaledProduct, transposed
 from te_inductor.ops import flops
 from te_inductor.ops.casts import copy_like
 from te_inductor.ops.gemm import product_like
@@ -134,11 +135,9 @@ def _lower(
     scale: ir.TensorBox,  # ()
     quantizer: Quantizer,
 ) -> ir.TensorBox:
-    dtype, factor = (
-        quantizer.format.dtype,
-        lowerings[aten.permute](b_scale, list(reversed(range(len(b_scale.get_size()))))),
-    )
-    copy = _by_cutlass(a, a_scale, b, factor, bias, activation, scale, gemm, dtype)
+    turned = transposed(scaled_mm.MATRICES, b_scale)
+    product = ScaledProduct(a, a_scale, b, turned, gemm, quantizer.format.dtype)
+    copy = _by_cutlass(product, bias, activation, scale)
     if copy is not None:
         return copy
     y = lowerings[torch.ops.prims.convert_element_type.default](
@@ -149,28 +148,19 @@ def _lower(
 
 
 def _by_cutlass(
-    a: ir.TensorBox,  # as above
-    a_scale: ir.TensorBox,
-    b: ir.TensorBox,
-    b_scale: ir.TensorBox,
+    product: ScaledProduct,  # whose output is FP8; its scales as `launch.scaled_mm` takes them
     bias: ir.TensorBox | None,
     activation: Activation,
     scale: ir.TensorBox,  # (), of the copy
-    gemm: Gemm,
-    out: torch.dtype,  # FP8
 ) -> ir.TensorBox | None:  # (M, N)
     """The GEMM that writes the quantized activation of its sum; None where the table has no tile. Under max-autotune
     too."""
     if bias is not None and bias.get_dtype() != ROUNDED:
         return None
+    a, _, b, _, gemm, out, _ = product
     problem = cutlass_choices.problem_of(a, b, bias, gemm, out, activation=activation)
-    return cutlass_choices.with_more(
-        cutlass_choices.QUANTIZED,
-        problem,
-        (a, a_scale, b, b_scale),
-        [scale, *cutlass_choices.those(bias)],
-        steps=activation.steps,
-    )
+    rest = [scale, *cutlass_choices.those(bias)]
+    return cutlass_choices.with_more(cutlass_choices.QUANTIZED, problem, product[:4], rest, steps=activation.steps)
 
 
 KERNEL = FusedKernel((POST_GRAD,), where_quantized(fold), quantized_mm, _lower)

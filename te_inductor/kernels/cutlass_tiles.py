@@ -13,6 +13,7 @@ import torch
 from te_inductor.kernels import cutlass_packages
 from te_inductor.kernels.problem import ANOTHER, NOTHING, OUTPUT, Problem
 from te_inductor.numerics.activation import PointwiseStep
+from te_inductor.numerics.scaled_products import BLOCK_SCALES
 from te_inductor.recipes.constants import Constant, constant
 from te_inductor.recipes.formats import (
     BLOCK_1X128,
@@ -25,7 +26,6 @@ from te_inductor.recipes.formats import (
     ROW,
     TENSOR,
 )
-from te_inductor.runtime.eager.dense import BLOCK_SCALES
 
 # What kernels there are for, by `Target.cutlass`: the scopes of scales.
 ARCHITECTURES = {
@@ -137,7 +137,7 @@ def scope_of(problem: Problem) -> str | None:
     blocks = -(-problem.sizes.k // a.alignment)
     if not a.one_row or blocks == 1:
         return None
-    return BLOCK_1X128.name if blocks % BLOCK_SCALES else b.name  # as `eager._block_operand` spreads them
+    return BLOCK_1X128.name if blocks % BLOCK_SCALES else b.name  # as `block_operands` spreads them
 
 
 def operands(problem: Problem) -> tuple[torch.dtype, torch.dtype]:

@@ -4,6 +4,7 @@ hold. Note [Emulated GEMMs] in runtime/microscaling.py."""
 from te_inductor.diagnostics import Refusal
 from te_inductor.kernels.family import KernelFamily
 from te_inductor.kernels.problem import DENSE, GROUPED, Problem
+from te_inductor.numerics import scaled_products
 
 
 def _supports(problem: Problem) -> Refusal | None:
@@ -12,4 +13,4 @@ def _supports(problem: Problem) -> Refusal | None:
     return None
 
 
-FAMILY = KernelFamily("emulated", (DENSE, GROUPED), _supports)
+FAMILY = KernelFamily("emulated", (DENSE, GROUPED), _supports, written=scaled_products.emulated)

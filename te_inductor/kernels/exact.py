@@ -3,6 +3,7 @@
 from te_inductor.diagnostics import Refusal
 from te_inductor.kernels.family import KernelFamily
 from te_inductor.kernels.problem import DENSE, Problem
+from te_inductor.numerics import scaled_products
 
 
 def _supports(problem: Problem) -> Refusal | None:
@@ -11,4 +12,4 @@ def _supports(problem: Problem) -> Refusal | None:
     return None
 
 
-FAMILY = KernelFamily("inductor", (DENSE,), _supports)
+FAMILY = KernelFamily("inductor", (DENSE,), _supports, written=scaled_products.exact)

@@ -6,6 +6,7 @@ from typing import Any
 
 from te_inductor.diagnostics import Refusal
 from te_inductor.kernels.problem import Problem
+from te_inductor.numerics.scaled_products import Matrices, ScaledProduct
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class KernelFamily:
     supports: Callable[[Problem], Refusal | None]  # why it does not compute a problem
     # The choice where the family's cost model or measured table says that it pays; left out: it always does.
     measured: Callable[[Problem], Choice | None] | None = None
+    written: Callable[[Matrices, ScaledProduct], Any] | None = None  # of dense products, where no library has them
 
     def choice(self, problem: Problem) -> Choice | None:
         """How it runs a problem; None where it does not, or another family is faster."""

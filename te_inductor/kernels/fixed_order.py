@@ -17,8 +17,9 @@ then takes the same instructions in the same order, wherever its row stands.
 The backward is not held to that: it multiplies by the kernels that it has otherwise."""
 
 from te_inductor.diagnostics import Refusal
-from te_inductor.kernels.family import Choice, KernelFamily
+from te_inductor.kernels.family import KernelFamily
 from te_inductor.kernels.problem import DENSE, Problem
+from te_inductor.numerics import scaled_products
 from te_inductor.recipes.constants import Constant, constant
 from te_inductor.targets import sm90
 
@@ -45,8 +46,4 @@ def _supports(problem: Problem) -> Refusal | None:
     return None if problem.gemm.fixed_order else Refusal("sums may be made in any order")
 
 
-def _choice(problem: Problem) -> Choice:
-    return Choice(FAMILY)
-
-
-FAMILY = KernelFamily("fixed_order", (DENSE,), _supports, _choice)
+FAMILY = KernelFamily("fixed_order", (DENSE,), _supports, written=scaled_products.in_fixed_order)

@@ -13,9 +13,7 @@ from te_inductor.lowerings.casts.blocks import loops_of
 from te_inductor.lowerings.codegen import block_tiles, programmatic_launch
 from te_inductor.lowerings.codegen.tiles import (
     COPIES,
-    KNOWN_SCALE,
     LOOKS,
-    TWO_WAY,
     even_split,
     fits_a_program,
     holds_rows,
@@ -25,6 +23,7 @@ from te_inductor.lowerings.codegen.tiles import (
     tile_of,
 )
 from te_inductor.lowerings.gemm import cutlass_choices
+from te_inductor.ops.casts import TWO_WAY, TWO_WAY_KNOWN
 
 
 class Choices:
@@ -151,7 +150,7 @@ def _makes_columns(origin: Any) -> bool:
     rows' scales, or the norm that makes the tensor. (Square blocks are tiles either way.)"""
     if origin.target not in TWO_WAY:
         return False
-    first = 1 if origin.target in KNOWN_SCALE else 2  # of what it gives, behind data, or data and scale_inv
+    first = 1 if origin.target in TWO_WAY_KNOWN else 2  # of what it gives, behind data, or data and scale_inv
     scope = quantizer_of(origin).granularity
     return (scope.blocked and not scope.one_row) or any(user.args[1] >= first for user in origin.users)
 

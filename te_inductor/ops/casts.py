@@ -72,6 +72,13 @@ dequantize = op_of(
     ),
 )
 
+# What passes and lowerings treat alike: casts with a scale that is known or with their own, of one copy or of both.
+ONE_WAY = (quantize, quantize_delayed)
+TWO_WAY_KNOWN = (quantize_rowcol_delayed, quantize_pieces_delayed)
+TWO_WAY_OWN = (quantize_rowcol, quantize_pieces)
+TWO_WAY = (*TWO_WAY_KNOWN, *TWO_WAY_OWN)
+CASTS = (*ONE_WAY, *TWO_WAY)
+
 
 @dataclass(frozen=True)
 class Copy:

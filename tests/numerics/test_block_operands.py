@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from te_inductor import ops
+from te_inductor.numerics.scaled_products import TENSORS, ScaledProduct, by_library
 from te_inductor.recipes import Gemm, Quantizer
-from te_inductor.runtime.eager import dense
 from tests.bounds import assert_within, gemm_error
 from tests.oracle import casts
 from tests.support.contents import PAIRS
@@ -50,7 +50,7 @@ def test_operands(scopes, out_dtype, monkeypatch):
     for m, n, k in SIZES:
         a, a_scale = ops.quantize(torch.randn(m, k), Quantizer("e4m3", scope=scopes[0]))
         b, b_scale = ops.quantize(torch.randn(n, k), Quantizer("e4m3", scope=scopes[1]))
-        y = dense._cuda_blocks(a, a_scale, b, b_scale, gemm, out_dtype)
+        y = by_library(TENSORS, ScaledProduct(a, a_scale, b, b_scale, gemm, out_dtype))
         expected = casts.scaled_mm(a, a_scale, b, b_scale, None, gemm)
         assert y.shape == (m, n) and y.dtype == out_dtype
         assert_within(y, expected, gemm_error(a, a_scale, b, b_scale, None, out_dtype, gemm), f"{m} x {n} x {k}")

@@ -75,6 +75,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statica
 from te_inductor import ops
 from te_inductor.lowerings.codegen import block_tiles
 from te_inductor.lowerings.codegen.block_tiles import ROW, ROW_A_WARP
+from te_inductor.ops.casts import CASTS
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import ELEMENTS, TENSOR
 
@@ -92,10 +93,6 @@ FLAT_OF_THREE = {"XBLOCK": 4096, "num_warps": 8}  # that reads three tensors: ha
 PLACED = {"XBLOCK": 8192, "num_warps": 8}  # of rows that are copied byte by byte: 32 bytes a thread, of 8 by default
 UNKNOWN = {"XBLOCK": 1024, "num_warps": 4}  # of elements of which no number is known: torch 2.11 takes them for 8192
 AMAX = {"XBLOCK": 1, "R0_BLOCK": 4096, "num_warps": 16}
-# The ops that cast or look for a scale, and among them those that cast both ways.
-CASTS = (ops.quantize, ops.quantize_delayed, ops.current_scale)
-KNOWN_SCALE = (ops.quantize_rowcol_delayed, ops.quantize_pieces_delayed)
-TWO_WAY = (ops.quantize_rowcol, ops.quantize_pieces, *KNOWN_SCALE)
 LOOKS = (ops.current_scale, ops.tensor_amax, ops.quantize, ops.quantize_rowcol)  # that may read the tensor for its amax
 _EXPONENTIALS = (torch.ops.aten.exp, torch.ops.aten.erfc, torch.ops.aten.sigmoid)
 COPIES = {element.dtype for element in ELEMENTS.values() if not element.coded}  # dtypes of copies
@@ -130,7 +127,7 @@ def _origins(features: Any) -> list[Any]:
 
 def quantizers_of(features: Any) -> list[Quantizer]:
     """The quantizers of the quantizations that a kernel is made of."""
-    return [quantizer_of(origin) for origin in _origins(features) if origin.target in (*CASTS, *TWO_WAY)]
+    return [quantizer_of(origin) for origin in _origins(features) if origin.target in (*CASTS, ops.current_scale)]
 
 
 def quantizer_of(origin: Any) -> Quantizer:

@@ -6,6 +6,7 @@ the tuned table's where it names a tile, else cuBLASLt. Under max-autotune Induc
 NVFP4, whose alpha and bias `aten._scaled_mm` does not take, are measured by `fastest`."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from te_inductor.kernels import autotuned, cublaslt, cutlass, cutlass_tiles, fp8
 from te_inductor.kernels.cutlass_tiles import Tile
 from te_inductor.kernels.problem import ANOTHER, OUTPUT, Epilogue, Problem, Program, Sizes
 from te_inductor.kernels.select import select
+from te_inductor.numerics.scaled_products import ScaledProduct
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, ELEMENTS, ROW, SCOPES, TENSOR
 from te_inductor.templates.cutlass import build, launch
@@ -91,21 +93,17 @@ def accumulating(
 
 
 def adding(
-    a: ir.TensorBox,  # (M, K)
-    a_scale: ir.TensorBox,  # as `launch.scaled_mm` takes them
-    b: ir.TensorBox,  # (N, K)
-    b_scale: ir.TensorBox,
+    product: ScaledProduct,  # its scales as `launch.scaled_mm` takes them
     bias: ir.TensorBox | None,  # (N,)
     added: ir.TensorBox,  # (M, N), of the output's dtype
-    gemm: Gemm,
 ) -> ir.TensorBox | None:  # (M, N)
     """The GEMM that adds a tensor in its epilogue; None where the table has no tile. Under max-autotune too, which does
     not see what the kernel behind it saves."""
     out = added.get_dtype()
     if bias is not None and bias.get_dtype() != out:
         return None
-    problem = problem_of(a, b, bias, gemm, out, added=ANOTHER)
-    return with_more(_SCALED, problem, (a, a_scale, b, b_scale), [*those(bias), added], added=ANOTHER)
+    problem = problem_of(product.a, product.b, bias, product.gemm, out, added=ANOTHER)
+    return with_more(_SCALED, problem, product[:4], [*those(bias), added], added=ANOTHER)
 
 
 def those(bias: ir.TensorBox | None) -> list[ir.TensorBox]:
@@ -115,7 +113,7 @@ def those(bias: ir.TensorBox | None) -> list[ir.TensorBox]:
 def with_more(
     choice: ExternKernelChoice,
     problem: Problem,
-    operands: tuple[ir.TensorBox, ...],  # a, a_scale, b, b_scale
+    operands: Sequence[ir.TensorBox],  # a, a_scale, b, b_scale
     rest: list[ir.TensorBox],  # what else is read
     **more: Any,  # what the launch takes
 ) -> ir.TensorBox | None:

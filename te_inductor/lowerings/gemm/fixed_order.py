@@ -5,11 +5,9 @@ from torch._inductor import ir
 from torch._inductor.lowering import lowerings
 
 from te_inductor import ops
-from te_inductor.lowerings.casts import blocks
 from te_inductor.lowerings.casts.narrowing import narrowed
 from te_inductor.lowerings.gemm.partial_sums import called
 from te_inductor.lowerings.registry import lowering
-from te_inductor.recipes import Gemm
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type
@@ -39,26 +37,3 @@ def fixed_mm(
         turned = lowerings[aten.permute](b_scale, list(reversed(range(len(b_scale.get_size())))))
         y = lowerings[aten.mul](y, lowerings[aten.mul](a_scale, turned))
     return narrowed(y, out_dtype)
-
-
-def scaled(a, a_scale, b, b_scale, gemm: Gemm, out_dtype, alpha):  # type: ignore[no-untyped-def]
-    """Mirrors `eager.dense._fixed`."""
-    is_cuda, sizes = a.get_device_or_error().type == "cuda", (a.get_size(), b.get_size())
-    if gemm.microscaled or (gemm.blocked and not is_cuda):
-        dtype = torch.bfloat16 if is_cuda else torch.float32
-        operands = zip((a, b), (a_scale, b_scale), gemm.formats, gemm.granularities, strict=True)
-        wide = [_batch(blocks.dequantize(*operand, dtype)) for operand in operands]
-        y = _matrix(fixed_mm(*wide, None, None, False, torch.float32))
-        return narrowed(y if alpha is None else lowerings[aten.mul](y, alpha), out_dtype)
-    if gemm.blocked:
-        scopes = zip((a_scale, b_scale), gemm.granularities, sizes, strict=True)
-        a_scale, b_scale = (blocks.spread_rows(*one) for one in scopes)
-    return _matrix(fixed_mm(_batch(a), _batch(b), a_scale, b_scale, gemm.blocked, out_dtype))
-
-
-def _batch(x):  # type: ignore[no-untyped-def]
-    return lowerings[aten.unsqueeze](x, 0)
-
-
-def _matrix(x):  # type: ignore[no-untyped-def]
-    return lowerings[aten.squeeze](x, 0)

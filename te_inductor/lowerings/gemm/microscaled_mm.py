@@ -21,7 +21,7 @@ from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 from te_inductor.lowerings.casts import pointwise
 from te_inductor.lowerings.casts.blocks import spread_loader
 from te_inductor.lowerings.gemm import cutlass_choices
-from te_inductor.recipes import Gemm
+from te_inductor.numerics.scaled_products import ScaledProduct
 from te_inductor.recipes.formats import Scope, padded
 
 aten = torch.ops.aten
@@ -29,14 +29,9 @@ ROWS, BLOCKS = 128, 4  # of one tile of scales
 _TILE, _QUARTER = ROWS * BLOCKS, ROWS // 4
 
 
-def library(
-    a: ir.TensorBox,  # (M, K), or (M, K/2) of two a byte
-    a_scale: ir.TensorBox,  # as gemm.scopes[0] stores it
-    b: ir.TensorBox,  # (N, K), or (N, K/2)
-    b_scale: ir.TensorBox,  # as gemm.scopes[1] stores it
-    gemm: Gemm,
-    out_dtype: torch.dtype,
-) -> ir.TensorBox:  # (M, N); without the factors of tensors
+def library(product: ScaledProduct) -> ir.TensorBox:
+    """The product without the factors of tensors."""
+    a, a_scale, b, b_scale, gemm, out_dtype, _ = product
     columns = b.get_size()[0]
     missing = padded(columns, floordiv=FloorDiv) - columns
     if missing != 0:  # cuBLASLt wants N % 16 == 0; the pad fuses with the cast that makes b
@@ -55,17 +50,9 @@ def library(
     return y if missing == 0 else lowerings[aten.slice](y, 1, 0, columns)
 
 
-def measured(
-    a: ir.TensorBox,
-    a_scale: ir.TensorBox,
-    b: ir.TensorBox,
-    b_scale: ir.TensorBox,
-    bias: ir.TensorBox | None,
-    gemm: Gemm,
-    out_dtype: torch.dtype,
-    alpha: ir.TensorBox | None,
-) -> ir.TensorBox | None:  # (M, N)
+def measured(product: ScaledProduct, bias: ir.TensorBox | None) -> ir.TensorBox | None:  # (M, N)
     """What max-autotune finds to be fastest; None where nothing is measured, and `library` multiplies."""
+    a, a_scale, b, b_scale, gemm, out_dtype, alpha = product
     scopes = gemm.granularities
     problem = cutlass_choices.microscaled(a, b, bias, gemm, out_dtype)
     if problem is None:

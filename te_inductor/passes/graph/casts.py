@@ -10,23 +10,12 @@ import torch
 from torch import fx
 
 from te_inductor import ops
+from te_inductor.ops.casts import CASTS
 from te_inductor.passes.graph.aliases import origins
 from te_inductor.passes.graph.writes import Writes, of_aten
 
 aten = torch.ops.aten
-QUANTIZE = frozenset(
-    {
-        ops.quantize,
-        ops.quantize_rowcol,
-        ops.quantize_pieces,
-        ops.hadamard,
-        ops.tensor_amax,
-        ops.current_scale,
-        ops.quantize_delayed,
-        ops.quantize_rowcol_delayed,
-        ops.quantize_pieces_delayed,
-    }
-)
+QUANTIZE = frozenset((*CASTS, ops.hadamard, ops.tensor_amax, ops.current_scale))
 
 
 def where_quantized(one: Callable[[fx.Graph], None]) -> Callable[[fx.Graph], None]:

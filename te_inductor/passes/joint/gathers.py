@@ -10,18 +10,17 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from te_inductor import ops
+from te_inductor.ops.casts import ONE_WAY
 from te_inductor.passes.graph.node_kinds import is_cast, is_view
 
 _collectives = torch.ops._c10d_functional
-_CASTS = (ops.quantize_delayed, ops.quantize)
 _COPIES = (torch.ops.aten.clone.default,)
 _SAID = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE)
 
 
 def mark(graph: fx.Graph) -> None:
     chains = [_chain(wait) for wait in graph.find_nodes(op="call_function", target=_collectives.wait_tensor.default)]
-    low = [chain for chain in chains if any(node.target in _CASTS for node in chain)]
+    low = [chain for chain in chains if any(node.target in ONE_WAY for node in chain)]
     others = [chain[0] for chain in chains if chain and chain not in low]
     policies = {wait.meta.get("recompute") for wait in others}
     if not low or len(policies) != 1 or not policies <= set(_SAID):  # of checkpoints, which have their own way
@@ -41,7 +40,7 @@ def _chain(wait: fx.Node) -> list[fx.Node]:
         return []
     found = [wait]
     while node.op != "placeholder":
-        item = isinstance(node.args[0], fx.Node) and (len(node.all_input_nodes) == 1 or node.target in _CASTS)
+        item = isinstance(node.args[0], fx.Node) and (len(node.all_input_nodes) == 1 or node.target in ONE_WAY)
         if not item:
             return []
         found.append(node)

@@ -33,16 +33,13 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from te_inductor import compat, ops
 from te_inductor.lowerings.codegen.block_tiles import may_be_held
+from te_inductor.ops.casts import CASTS, TWO_WAY, TWO_WAY_KNOWN, TWO_WAY_OWN
 from te_inductor.passes.graph.node_kinds import is_cast, is_pointwise, is_view, tensor_of
 from te_inductor.passes.graph.values import bytes_of
 from te_inductor.passes.graph.walks import reached
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import Scope
 
-_ONE_SCALE = (ops.quantize_rowcol_delayed, ops.quantize_pieces_delayed)
-_OWN_SCALES = (ops.quantize_rowcol, ops.quantize_pieces)
-_TWO_WAY = (*_ONE_SCALE, *_OWN_SCALES)
-_CASTS = (*_TWO_WAY, ops.quantize, ops.quantize_delayed)
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten._grouped_mm.default)  # of a backward in high precision
 _TURNS = (torch.ops.aten.permute.default, torch.ops.aten.t.default, torch.ops.aten.transpose.int)
 _CONSTANTS = (torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default)
@@ -59,12 +56,12 @@ def mark(graph: fx.Graph) -> None:
     available = _available(graph, backward)
     for node in graph.nodes:
         if (
-            node.target in (*_TWO_WAY, ops.quantize_delayed, ops.quantize_groups)
+            node.target in (*TWO_WAY, ops.quantize_delayed, ops.quantize_groups)
             and node not in backward
             and "recompute" not in node.meta
         ):
             sources = _sources(node)
-            weight = node.target in _TWO_WAY and _is_of_weight(node, sources)
+            weight = node.target in TWO_WAY and _is_of_weight(node, sources)
             if weight or (_is_as_cheap(node, sources, available) and available.issuperset(sources)):
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
                 if node.target is ops.quantize_groups:
@@ -98,7 +95,7 @@ def _release_masks(graph: fx.Graph, backward: set[fx.Node]) -> None:
         if relu.target is not torch.ops.aten.relu.default or not _is_product(relu.args[0]):
             continue
         marked = node in backward or "recompute" in node.meta or "recompute" in relu.meta
-        if not marked and any(user.target in _ONE_SCALE for user in _readers(relu)):
+        if not marked and any(user.target in TWO_WAY_KNOWN for user in _readers(relu)):
             for again in (relu, node):
                 again.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
@@ -154,7 +151,7 @@ def _release_weights(graph: fx.Graph, backward: set[fx.Node], available: set[fx.
     of layers' inputs spare: then what is saved is not above that of high precision."""
     weights, spent, spared = [], 0, 0
     for node in graph.nodes:
-        if node.target not in _CASTS or node in backward or "recompute" in node.meta:
+        if node.target not in CASTS or node in backward or "recompute" in node.meta:
             continue
         copies = [user for user in node.users if _is_item(user)] or [node]
         size = sum(bytes_of(copy.meta["val"]) for copy in copies if not backward.isdisjoint(copy.users))
@@ -196,7 +193,7 @@ def _is_as_cheap(cast: fx.Node, sources: Sequence[fx.Node], available: set[fx.No
     """Whether the backward makes what it needs of a cast at the cost at which the forward does."""
     if cast.target is ops.quantize_delayed:  # of experts' rows, whose bytes the backward transposes
         return any(user.target is ops.transpose_groups for user in cast.users)
-    return cast.target in (*_ONE_SCALE, ops.quantize_groups) or (
+    return cast.target in (*TWO_WAY_KNOWN, ops.quantize_groups) or (
         _holds_blocks(cast, sources) and _are_of_norms(sources, available)
     )
 
@@ -244,7 +241,7 @@ def _is_item(node: fx.Node) -> bool:
 def _is_of_weight(cast: fx.Node, sources: Sequence[fx.Node]) -> bool:
     """Whether a cast makes a dgrad's operand of inputs of the graph, and its column copy takes no second look for
     scales that the row copy has found."""
-    found_again = cast.target in _OWN_SCALES and _scope_of(cast).transposes
+    found_again = cast.target in TWO_WAY_OWN and _scope_of(cast).transposes
     return not found_again and _is_dgrads(cast, sources)
 
 

@@ -6,21 +6,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_inductor import targets
-from te_inductor.numerics import arithmetic, blocks, microscaling
+from te_inductor.numerics import arithmetic, blocks, microscaling, scaled_products
 from te_inductor.numerics.algebra import TORCH
 from te_inductor.numerics.philox import random_bits
-from te_inductor.recipes.formats import ALIGNMENT, ROW, Scope, padded
+from te_inductor.numerics.scaled_products import TENSORS, ScaledProduct
+from te_inductor.recipes.formats import ROW, padded
 from te_inductor.recipes.quantizers import Gemm, Quantizer
 from te_inductor.runtime.eager import Written
-
-# The only output that torch._scaled_mm gives of operands with a scale a row, on every device (aten/.../ScaledBlas.cpp,
-# torch 2.11 to 2.13: fp32 and fp16 depend on the release, cuBLAS and the GPU). For another, the GEMM runs with scales
-# of 1 into fp32 and the scales are multiplied there: one more pass over the output, which Inductor fuses with its
-# reader, and no rounding to bf16 on the way.
-ROW_SCALED_OUTPUT = torch.bfloat16
-# cuBLASLt reads scales of blocks in units of 16 bytes: four rows of blocks of one row, four blocks along K of square
-# ones.
-BLOCK_SCALES = 4
 
 
 def encode_scale(amax: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
@@ -160,19 +152,18 @@ def scaled_mm(
     alpha: Tensor | None = None,  # (), (M, 1) or (1, N), factor of the product, of two-level scales
     added: Tensor | None = None,  # (M, N), of out_dtype
 ) -> Tensor:  # (M, N)
+    product = ScaledProduct(a, a_scale, b, b_scale, gemm, out_dtype, alpha)
     if gemm.fixed_order:
-        y = _fixed(a, a_scale, b, b_scale, gemm, out_dtype, alpha)
+        y = scaled_products.in_fixed_order(TENSORS, product)
     elif gemm.is_high:
-        with torch.autocast(a.device.type, enabled=False):  # as below
-            y = high_product(a, b, out_dtype)
+        y = scaled_products.high(TENSORS, product)
     elif gemm.microscaled:
-        y = _emulated(a, a_scale, b, b_scale, gemm, alpha).to(out_dtype)
+        y = scaled_products.emulated(TENSORS, product)
     elif a.device.type == "cuda" and (not gemm.blocked or (a.numel() and targets.of(a.device).block_scaled_mm)):
-        y = (_cuda_blocks if gemm.blocked else _cuda)(a, a_scale, b, b_scale, gemm, out_dtype)
+        y = scaled_products.by_library(TENSORS, product)
     else:
-        with torch.autocast(a.device.type, enabled=False):  # the op may run inside the user's autocast region
-            y = _exact(a, a_scale, b, b_scale, gemm).to(out_dtype)
-    y = y if bias is None else y + bias.to(out_dtype)
+        y = scaled_products.exact(TENSORS, product)
+    y = scaled_products.with_bias(TENSORS, y, bias, out_dtype)
     return (y if added is None else y + added).contiguous()
 
 
@@ -190,98 +181,3 @@ def accumulate_wgrad(
     dw = scaled_mm(a, a_scale, b, b_scale, None, gemm, torch.float32, alpha)
     for total, gradient in zip(totals, dw.split([total.shape[0] for total in totals]), strict=True):
         total.data.add_(gradient)
-
-
-def high_product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """The GEMM of tensors that are not cast, rounded to their dtype or not at all."""
-    if a.dtype == out_dtype:
-        return a @ b.t()
-    if a.device.type == "cuda" and out_dtype == torch.float32:
-        return torch.mm(a, b.t(), out_dtype=out_dtype)
-    return (a.float() @ b.float().t()).to(out_dtype)
-
-
-def _fixed(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: Gemm, out_dtype: torch.dtype, alpha: Tensor | None
-) -> Tensor:
-    """Note [One order of sums]"""
-    multiply, is_cuda = torch.ops.te_inductor.fixed_mm.default, a.device.type == "cuda"
-    if gemm.microscaled or (gemm.blocked and not is_cuda):
-        operands = zip((a, b), (a_scale, b_scale), gemm.formats, gemm.granularities, strict=True)
-        wide = [blocks.values(*operand).to(torch.bfloat16 if is_cuda else torch.float32)[None] for operand in operands]
-        [y] = multiply(*wide, None, None, False, torch.float32)
-        return (y if alpha is None else y * alpha).to(out_dtype)
-    if gemm.blocked:
-        scopes = zip((a_scale, b_scale), gemm.granularities, (a, b), strict=True)
-        a_scale, b_scale = (blocks.spread_rows(scale, scope, x.shape) for scale, scope, x in scopes)
-    [y] = multiply(a[None], b[None], a_scale, b_scale, gemm.blocked, out_dtype)
-    return y  # type: ignore[no-any-return]
-
-
-def _emulated(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: Gemm, alpha: Tensor | None) -> Tensor:
-    """fp32 sums of the values that MXFP8 and NVFP4 stand for: Note [Emulated GEMMs] in microscaling.py."""
-    operands = zip((a, b), (a_scale, b_scale), gemm.formats, gemm.granularities, strict=True)
-    wide_a, wide_b = (blocks.values(*operand) for operand in operands)
-    with torch.autocast(a.device.type, enabled=False):  # the op may run inside the user's autocast region
-        if a.device.type == "cuda":
-            y = torch.mm(wide_a.bfloat16(), wide_b.bfloat16().t(), out_dtype=torch.float32)
-        else:
-            y = wide_a @ wide_b.t()
-    return y if alpha is None else y * alpha
-
-
-def _exact(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: Gemm) -> Tensor:
-    """Multiplies in fp32, in which the elements' values are exact."""
-    if not gemm.blocked:
-        return (a.float() @ b.float().t()) * (a_scale * b_scale.t())
-    operands = zip((a, b), (a_scale, b_scale), gemm.formats, gemm.granularities, strict=True)
-    wide_a, wide_b = (blocks.values(*operand) for operand in operands)
-    return wide_a @ wide_b.t()
-
-
-def _cuda(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
-    if a_scale.dim() and out_dtype != ROW_SCALED_OUTPUT:
-        one = torch.ones((), dtype=torch.float32, device=a.device)
-        return (_cuda(a, one, b, one, gemm, torch.float32) * (a_scale * b_scale.t())).to(out_dtype)
-    rows = b.shape[0]
-    b = _pad_rows(b, ALIGNMENT)  # cuBLASLt's N
-    if b_scale.dim():
-        b_scale = _pad_rows(b_scale, ALIGNMENT)
-    y = torch._scaled_mm(
-        a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=out_dtype, use_fast_accum=gemm.fast_accum
-    )
-    return y[:, :rows]
-
-
-def _cuda_blocks(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
-    """cuBLASLt's GEMM of operands with scales of blocks, which PyTorch tells apart by their shapes."""
-    m, n = a.shape[0], b.shape[0]
-    a_scope, b_scope = gemm.granularities
-    if a.shape[1] == a_scope.alignment:  # one block: scales of rows, which PyTorch would take these for
-        a_scale = blocks.spread_rows(a_scale, a_scope, a.shape).reshape(-1, 1)
-        b_scale = blocks.spread_rows(b_scale, b_scope, b.shape).reshape(-1, 1)
-        return _cuda(a, a_scale, b, b_scale, gemm, out_dtype)
-    a, a_scale = _block_operand(a, a_scale, a_scope, BLOCK_SCALES)
-    b, b_scale = _block_operand(b, b_scale, b_scope, ALIGNMENT)
-    y = torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=out_dtype)
-    return y[:m, :n]
-
-
-def _block_operand(x: Tensor, scale: Tensor, scope: Scope, alignment: int) -> tuple[Tensor, Tensor]:
-    """Rows padded to `alignment`, and scales as torch._scaled_mm wants them of the left operand: (R, K/128) with rows
-    contiguous, or (R/128, K/128)."""
-    whole = _pad_rows(x, alignment)
-    matrix = scope.scale_matrix(*x.shape)
-    # Where four do not divide K/128, PyTorch's versions disagree on the stride of square blocks' scales, and one is
-    # wrong.
-    if not scope.row_last and matrix[1] % BLOCK_SCALES == 0:
-        return whole, scale.view(matrix)
-    missing = whole.shape[0] - x.shape[0]
-    scale = blocks.spread_rows(scale, scope, x.shape)
-    return whole, (F.pad(scale, (0, missing)) if missing else scale).t()
-
-
-def _pad_rows(x: Tensor, alignment: int) -> Tensor:
-    """`x` (R, C) with zeros below, to a multiple of `alignment`. Bytes, as no pad kernel knows fp8."""
-    missing = padded(x.shape[0], alignment) - x.shape[0]
-    return F.pad(x.view(torch.uint8), (0, 0, 0, missing)).view(x.dtype) if missing else x
