@@ -1,4 +1,5 @@
-"""The command `te-inductor`: look at an installation, explain a model, time it, show what it loses, measure GEMMs.
+"""The command `te-inductor`: look at an installation, explain a model, time it, show what it loses and what
+takes its memory, measure GEMMs.
 
 This module parses arguments. What a subcommand imports, it imports when it runs."""
 
@@ -68,6 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--json", action="store_true", help="data in place of text")
     bench.add_argument("--png", type=_picture, metavar="FILE", help="write bars, too (needs matplotlib)")
 
+    _add_memory(commands.add_parser("memory", help="name the largest tensors at the peak of a training step"))
+
     report = commands.add_parser("report", help="show what each layer loses by quantization")
     _add_model(report, "default: as the environment says, else auto")
     report.add_argument("--details", action="store_true", help="rows for each layer")
@@ -82,6 +85,15 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("--rounds", type=_positive, default=5, help="in which the kernels take turns (default: 5)")
 
     return parser
+
+
+def _add_memory(memory: argparse.ArgumentParser) -> None:
+    _add_model(memory, "default: as the environment says, else auto")
+    memory.add_argument("--saved", choices=("high_precision", "low_precision"), help="as the option of that name")
+    memory.add_argument("--optimizer", choices=("adamw", "sgd", "none"), default="adamw", help="whose state is counted")
+    memory.add_argument("--count", type=_positive, default=12, help="rows of the table (default: 12)")
+    memory.add_argument("--keep-dtype", action="store_true", help="no autocast to bf16: the model's own dtypes")
+    memory.add_argument("--json", action="store_true", help="data in place of text")
 
 
 def _arm(given: Sequence[str]) -> argparse.Namespace:

@@ -10,6 +10,7 @@ model's output and returns a tensor of one number. The model is on the device an
 is to run in. Each call has to make the model anew; the random seed is set before."""
 
 import ast
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils import _pytree as pytree
 
 from te_inductor.errors import OptionError, unknown, wrong_type
 
@@ -134,6 +137,23 @@ def _read(name: str, returned: Any) -> Case:
     elif not isinstance(inputs, tuple | list):
         inputs = (inputs,)
     return Case(model, tuple(inputs), kwargs, loss)
+
+
+def in_bf16(case: Case, keep: bool) -> tuple[Case, contextlib.AbstractContextManager[Any]]:
+    """The case as the arms of `bench` run it: under an autocast where parameters are in float32; on the meta device,
+    which has none, in bf16."""
+    tensors = [one for one in pytree.tree_leaves([case.inputs, case.kwargs]) if isinstance(one, torch.Tensor)]
+    parameters = list(case.model.parameters()) if isinstance(case.model, nn.Module) else tensors
+    if keep or not any(one.dtype == torch.float32 for one in parameters):
+        return case, contextlib.nullcontext()
+    if not any(one.is_meta for one in parameters):
+        return case, torch.autocast(parameters[0].device.type, torch.bfloat16)
+    if isinstance(case.model, nn.Module):
+        case.model.bfloat16()
+    case.inputs, case.kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda one: one.bfloat16() if one.is_floating_point() else one, (case.inputs, case.kwargs)
+    )
+    return case, contextlib.nullcontext()
 
 
 def options_of(recipe: str | None, policy: Mapping[str, Any] | None) -> dict[str, Any]:

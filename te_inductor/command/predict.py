@@ -2,18 +2,15 @@
 family of kernels. Each arm is a report of `explain` about that device: nothing runs on it."""
 
 import argparse
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils import _pytree as pytree
 
 from te_inductor import targets
 from te_inductor.api.explanation import explain
-from te_inductor.command.factory import Case, made, options_of
+from te_inductor.command.factory import in_bf16, made, options_of
 from te_inductor.kernels import cutlass_tables
 from te_inductor.passes.pre_grad.decide.size_rule import EXPERTS_FLOPS
 from te_inductor.presentation.report import Expected, Report, Site
@@ -29,7 +26,7 @@ _LAST = (CASTS, REST)
 def run(arguments: argparse.Namespace) -> int:
     """Print what all arms are expected to take."""
     there = targets.by_name(arguments.predict)
-    case, autocast = _in_bf16(made(arguments.model, arguments.set), arguments.keep_dtype)
+    case, autocast = in_bf16(made(arguments.model, arguments.set), arguments.keep_dtype)
     found: dict[str, Any] = {}
     for recipe in dict.fromkeys(arguments.recipes):
         torch._dynamo.reset()
@@ -84,23 +81,6 @@ def _seconds(site: Site, recipe: Recipe | None, rates: Rates) -> float:
     else:
         flops = rates.block_flops if recipe.slots().fprop.blocked else rates.fp8_flops
     return float(2 * m * n * k / flops)
-
-
-def _in_bf16(case: Case, keep: bool) -> tuple[Case, contextlib.AbstractContextManager[Any]]:
-    """The case as the arms of `bench` run it: under an autocast where parameters are in float32; on the meta device,
-    which has none, in bf16."""
-    tensors = [one for one in pytree.tree_leaves([case.inputs, case.kwargs]) if isinstance(one, torch.Tensor)]
-    parameters = list(case.model.parameters()) if isinstance(case.model, nn.Module) else tensors
-    if keep or not any(one.dtype == torch.float32 for one in parameters):
-        return case, contextlib.nullcontext()
-    if not any(one.is_meta for one in parameters):
-        return case, torch.autocast(parameters[0].device.type, torch.bfloat16)
-    if isinstance(case.model, nn.Module):
-        case.model.bfloat16()
-    case.inputs, case.kwargs = pytree.tree_map_only(
-        torch.Tensor, lambda one: one.bfloat16() if one.is_floating_point() else one, (case.inputs, case.kwargs)
-    )
-    return case, contextlib.nullcontext()
 
 
 def _rows(found: Mapping[str, Any], families: Sequence[str]) -> Any:

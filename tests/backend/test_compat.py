@@ -62,6 +62,7 @@ EXTENSION_POINTS = {
 OPTIONS = {
     "automatic_dynamic_shapes": "calibrating traces one call, whose sizes say nothing of later ones",
     "enable_autograd_cache": "a graph that is interpreted cannot be written into it",
+    "force_non_lazy_backward_lowering": "an estimate of a step has the backward scheduled, which is not called",
     "is_non_builtin_to_include": "the partitioner's own switch for ops that are not torch's",
     "max_autotune": "a library's GEMM is not measured where it is the only choice",
     "max_autotune_gemm": "likewise",

@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, silu
 
 
 def pair(layers=2, width=64):
@@ -14,6 +14,21 @@ def wide(device="cpu"):
     with torch.device(device):
         layers = nn.Sequential(nn.Linear(4096, 8192), nn.GELU(), nn.Linear(8192, 4096))
         return layers.bfloat16(), torch.empty(8192, 4096, dtype=torch.bfloat16, requires_grad=True)
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = (
+            nn.Linear(*sizes, bias=False) for sizes in ((128, 512), (128, 512), (512, 128))
+        )
+
+    def forward(self, x):
+        return self.down(silu(self.gate(x)) * self.up(x))
+
+
+def gated():
+    return Gated(), torch.randn(4096, 128)
 
 
 def with_loss():

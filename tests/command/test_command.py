@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from te_inductor.api.peaks import KEEPERS
 from te_inductor.command import bench, doctor, factory, main
 from te_inductor.errors import OptionError
 from tests.forked import PROGRAMS, ROOT
@@ -92,6 +93,25 @@ def test_explain_and_bench_about_another_device():
     assert found["inductor"]["step_ms"] == pytest.approx(1e3 * report["expected"]["bf16_s"])
 
 
+def test_memory_at_the_peak_of_a_step():
+    """The backward of three layers in fp32 begins with gate, up and their product in memory."""
+    arguments = ("memory", f"{MODELS}:gated", "--keep-dtype", "--json")
+    done = command(*arguments, "--recipe", "none", "--saved", "high_precision")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    peak, mib = found["this"], 2**20
+    assert found["bf16"] == peak and peak["when"] == "backward"
+    kept = {keeper: [one["bytes"] for one in peak["held"] if one["keeper"] == keeper] for keeper in KEEPERS}
+    assert kept["saved for backward"] == [8 * mib] * 3  # 4096 x 512
+    assert kept["parameter"] == [mib // 4] * 3 and kept["optimizer"] == [mib // 4] * 6
+    assert kept["gradient"] == [mib // 4] and kept["temporary"] == [2 * mib]  # the output's gradient, 4096 x 128
+    assert peak["bytes"] == sum(map(sum, kept.values())) == 32.5 * mib
+    done = command(*arguments, "--recipe", "delayed", "--policy", '{"*": "delayed"}', "--saved", "low_precision")
+    low = json.loads(done.stdout)
+    assert low["bf16"] == peak
+    assert any(one["dtype"] == "float8_e4m3fn" for one in low["this"]["held"] if one["keeper"] == "saved for backward")
+
+
 def test_explain_as_data_from_a_file_in_another_folder(tmp_path):
     (tmp_path / "mine.py").write_text((ROOT / "tests/command/models.py").read_text())
     done = command("explain", "mine.py:keywords", "--recipe", "rowwise", "--json", cwd=tmp_path)
@@ -150,7 +170,7 @@ def test_bench_tells_why_an_arm_failed():
     ("arguments", "code", "text"),
     [
         (("explain", f"{MODELS}:pear"), 2, "unknown function of tests.command.models 'pear'; did you mean 'pair'?"),
-        (("explain", "tests/command/models.py:zzz"), 2, "'zzz'; expected one of Keywords, fails_on_its_way"),
+        (("explain", "tests/command/models.py:zzz"), 2, "'zzz'; expected one of Gated, Keywords, fails_on_its_way"),
         (("explain", f"{MODELS}:pair", "--policy", "head"), 2, "--policy: no JSON"),
         ((), 2, ""),
         (("explain", f"{MODELS}:pair", "--html", "no/such/page.html"), 2, "'no/such/page.html' cannot be written"),
@@ -159,7 +179,12 @@ def test_bench_tells_why_an_arm_failed():
         (("explain", f"{MODELS}:pair", "--recipe", "rowvise"), 2, "did you mean 'rowwise'?"),
         (("explain", f"{MODELS}:pair", "--target", "h10"), 2, "unknown target 'h10'; did you mean 'h100'?"),
         (("bench", f"{MODELS}:pair", "--predict", "tpu"), 2, "unknown target 'tpu'; expected one of b200, h100, h200"),
-        (("bench-arms",), 2, "(choose from 'doctor', 'explain', 'bench', 'report', 'tune')"),
+        (
+            ("memory", f"{MODELS}:wide", "--set", "device=meta"),
+            2,
+            "is on the meta device, expected one on a GPU or a CPU",
+        ),
+        (("bench-arms",), 2, "(choose from 'doctor', 'explain', 'bench', 'memory', 'report', 'tune')"),
     ],
 )
 def test_wrong_uses(arguments, code, text):
