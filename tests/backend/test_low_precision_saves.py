@@ -16,9 +16,11 @@ from te_inductor.errors import FallbackWarning, OptionError
 from te_inductor.passes.joint import low_precision_saves
 from te_inductor.passes.joint.low_precision_saves import SavingPartitioner
 from tests import uncompiled
+from tests.ranks import told_by
 
 pytestmark = pytest.mark.usefixtures("decomposed", "no_caches")
 HIDDEN, FFN, HEADS = 256, 768, 2
+told = told_by("tests.backend.saved_ranks", 2, "fsdp")
 
 
 @pytest.fixture
@@ -168,6 +170,16 @@ def test_a_dynamic_length():
     for tokens in (64, 80, 96):
         run(torch.randn(1, tokens, HIDDEN, dtype=torch.bfloat16)).sum().backward()
     assert all(one.grad.isfinite().all() for one in model.parameters())
+
+
+def test_parameters_that_fsdp_shards(told):
+    """Each rank saves less by half of gate and up at least, and both have the same gradients: off by less than a
+    product of gate and up, each of which E4M3 rounds by up to 1/16."""
+    first, second = told["fsdp"]
+    assert first["off"] == second["off"] and 0 < first["off"] < 2**-3, (first, second)
+    gate = 4 * 256 * 256  # bytes in fp32, of one block
+    assert all(one["high"] - one["low"] > 2 * gate for one in (first, second)), (first, second)
+    assert not any(map(len, told.said("fsdp")))
 
 
 @pytest.mark.parametrize("saved", ["fp8", {"*": "e4m3"}, {3: "low_precision"}])
