@@ -40,15 +40,22 @@ class FollowedWeights:
     # The modules that hold them, each with the name there, and what is beside them, such as biases.
     sources: Sequence[tuple[nn.Module, str]]
     group: Any  # what the view's `store` is given of them
-    _seen: list[tuple[TensorReference, list[int], tuple[int, ...]]] = field(default_factory=list)
+    # The parameters, the count of each one's steps, and what address, version and steps were when it was stored.
+    _seen: list[tuple[TensorReference, list[int], int, int, int]] = field(default_factory=list)
 
     def are_stored(self) -> bool:
         """Whether the modules hold the parameters that were stored, as they were."""
         if len(self._seen) != len(self.sources):
             return False
-        for (module, name), (reference, steps, mark) in zip(self.sources, self._seen, strict=True):
-            one = module._parameters[name]
-            if one is None or not reference.is_to(one) or mark != _mark(one, steps):
+        for (module, name), (reference, steps, address, version, count) in zip(self.sources, self._seen, strict=True):
+            one = module._parameters[name]  # of hundreds at each call: no call of ours that can be left out
+            if (
+                one is None
+                or steps[0] != count
+                or one.data_ptr() != address
+                or (0 if one.is_inference() else one._version) != version
+                or not reference.is_to(one)
+            ):
                 return False
         return True
 
@@ -56,7 +63,10 @@ class FollowedWeights:
         """Takes the parameters for stored as they are."""
         held = [module._parameters[name] for module, name in self.sources]
         counted = [(one, _steps.setdefault(one, [0])) for one in held if one is not None]
-        self._seen = [(TensorReference(one), steps, _mark(one, steps)) for one, steps in counted]
+        self._seen = [
+            (TensorReference(one), steps, one.data_ptr(), 0 if one.is_inference() else one._version, steps[0])
+            for one, steps in counted
+        ]
 
     def forget(self) -> None:
         """Takes the parameters for changed."""
@@ -139,10 +149,6 @@ def following(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[.
         return compiled(*inputs)
 
     return run
-
-
-def _mark(weight: Tensor, steps: list[int]) -> tuple[int, ...]:
-    return weight.data_ptr(), 0 if weight.is_inference() else weight._version, steps[0]
 
 
 def _count(optimizer: Optimizer) -> None:
