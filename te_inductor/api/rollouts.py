@@ -215,13 +215,14 @@ class _Group:
     weights: Sequence[_Stored]
     new: Sequence[_Stored]  # those that no other group stores
 
-    def store(self, rewriter: Rewriter) -> None:
-        """Puts what is stored into the view: where it is, from the second time on."""
+    def again(self) -> Iterator[tuple[StoredWeight, Tensor, tuple[Any, ...]]]:
+        """What the view holds and is to be written, with the weight and what it shares; at the first time the weight is
+        stored here."""
         shared = shared_by([(one.source, one.recipe) for one in self.weights])
         for one in self.new:
             held = one.view.weight
             if isinstance(held, StoredWeight):
-                rewriter.add(held, one.source.weight, shared)
+                yield held, one.source.weight, shared
             else:
                 setattr(one.view.module, one.view.parameter, one.source.stored(one.recipe, *shared))
 
@@ -272,7 +273,5 @@ class _Storing:
                 stored.append(weights)
             elif weights in changed:
                 raise refused[0]
-        for weights in stored:
-            weights.group.store(self.rewriter)
-        self.rewriter.run()
+        self.rewriter(each for weights in stored for each in weights.group.again())
         return stored

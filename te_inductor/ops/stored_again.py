@@ -1,7 +1,7 @@
 """Stored weights that are written again, in place, many at once."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,27 +33,22 @@ class Rewriter:
     `templates/triton/cached_weights.py`, straight into the memory that graphs read."""
 
     fallback: str  # options["fallback"], where a kernel fails
-    _waiting: list[FreshnessCheck] = field(default_factory=list)
     _cached: dict[Tensor, CachedWeight] = field(default_factory=dict)  # by the stored weight
     _refreshers: dict[torch.device, Refreshers] = field(default_factory=dict)
 
-    def add(self, stored: StoredWeight, weight: Tensor, shared: Sequence[object]) -> None:
-        """Writes what `store` makes of a weight, with what it shares with others: at once, or in `run`."""
-        cached = self._cached_of(stored, weight)
-        if cached is None:
-            made = stored.store(weight.detach(), stored.recipe, *stored.more, *shared)
-            stored.copy_(made)
-        else:
-            self._waiting.append(FreshnessCheck(cached, [weight]))
-
-    def run(self) -> None:
-        """Writes what waits for it."""
-        waiting, self._waiting = self._waiting, []
-        for device, looks in grouped(waiting, lambda look: look.cached.digests.device).items():
-            for look in looks:
-                look.cached.versions = ()  # autograd is told in any case: they are written
-            torch._foreach_zero_([look.cached.digests for look in looks])
-            self._refreshers[device].look(looks)
+    def __call__(self, given: Iterable[tuple[StoredWeight, Tensor, Sequence[object]]]) -> None:
+        """Writes what `store` makes of each weight, with what it shares with others."""
+        looks: list[FreshnessCheck] = []
+        for stored, weight, shared in given:
+            cached = self._cached_of(stored, weight)
+            if cached is None:
+                stored.copy_(stored.store(weight.detach(), stored.recipe, *stored.more, *shared))
+            else:
+                cached.versions = ()  # autograd is told in any case: it is written
+                looks.append(FreshnessCheck(cached, [weight]))
+        for device, some in grouped(looks, lambda look: look.cached.digests.device).items():
+            torch._foreach_zero_([look.cached.digests for look in some])
+            self._refreshers[device].look(some)
 
     def _cached_of(self, stored: StoredWeight, weight: Tensor) -> CachedWeight | None:
         """The stored weight as the kernels know it; None where they do not write it."""
@@ -66,7 +61,8 @@ class Rewriter:
             cached = self._cached[stored] = cached_weights.new(spec, [weight], (stored.values_, stored.scale_inv))
             if weight.device not in self._refreshers:
                 self._refreshers[weight.device] = Refreshers(lambda _: refresh, [cached], self.fallback)
-        return cached if weight.is_contiguous() else None
+        picked = isinstance(stored, Float8Experts) and len(stored.unread)  # `copy_` reads that before it writes
+        return cached if weight.is_contiguous() and not picked else None
 
 
 def kernels(device: torch.device) -> Refresh | None:

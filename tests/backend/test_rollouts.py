@@ -283,3 +283,16 @@ def test_a_view_and_its_model_are_let_go():
     del model, view
     gc.collect()
     assert [one() for one in alive] == [None, None] and isinstance(copied.weight, StoredWeight)
+
+
+@pytest.mark.parametrize("kernels", [lambda _: None, lambda _: cached_weights.refresh], ids=["alone", "at once"])
+def test_experts_that_were_picked_before_a_change_are_those_of_before(kernels, monkeypatch):
+    monkeypatch.setattr(stored_again, "kernels", kernels)
+    model = ExpertsModel()
+    view = rollout(model, "rowwise")
+    [weight, *_] = [one for one in view.parameters() if isinstance(one, StoredWeight)]
+    with torch.no_grad():
+        picked, before = weight[torch.tensor([1, 0])], weight.dequantize()[[1, 0]].clone()
+        torch._foreach_mul_(list(model.parameters()), 2.0)
+        assert not torch.equal(weight.dequantize()[[1, 0]], before)
+        assert torch.equal(picked.dequantize(), before)
