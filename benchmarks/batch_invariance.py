@@ -3,89 +3,114 @@
     python -m benchmarks.batch_invariance [--recipe rowwise]
 
 A decoder of Qwen3-1.7B's shape by default, of fewer layers; decoding in CUDA graphs, with a static cache. Beside the
-times stands the largest difference of log-probabilities between training and decoding."""
+times stands the largest difference of log-probabilities between training and decoding. Without the option and with it a
+graph trains, one reads prompts, and one decodes for each batch: what is compiled takes most of the time. Rows are
+printed and written as they come; `--seconds` leaves out those that would begin later."""
 
 import argparse
+import json
 import statistics
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks import harness, table
 from tests.support.invariant_models import Decoder, generated
 
 
-def measure(model: Decoder, batch: int, args: argparse.Namespace, exact: bool) -> dict[str, Any]:
+def measured(model: Decoder, args: argparse.Namespace, exact: bool) -> Iterator[dict[str, Any]]:
+    """The step of training, then one of decoding for each batch, as they are asked for."""
     torch._dynamo.reset()
     options = {"recipe": args.recipe, "fallback": "silent", "batch_invariant": exact}
     train, decode = (
         torch.compile(model, backend="te", dynamic=False, options={**options, **more})
         for more in ({}, {"mode": "reduce-overhead", "weights": "once"})
     )
-    ids = torch.randint(0, args.words, (batch, args.tokens), device=args.device)
-    every = torch.arange(args.keys, device=args.device)
-    caches, place = model.caches(batch, args.keys), every[args.tokens - 1 : args.tokens].clone()
-    for cache in (cache for pair in caches for cache in pair):
-        torch._dynamo.mark_static_address(cache)  # CUDA graphs write it where it lies
-    mask, last = every[None] <= place[:, None], ids[:, -1:].contiguous()
+    every, prompt = torch.arange(args.keys, device=args.device), args.tokens - 4
+    ids = torch.randint(0, args.words, (args.sequences, args.tokens), device=args.device)
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
-        train(ids[: args.sequences], every[: args.tokens]).mean().backward()
+        train(ids, every[: args.tokens]).mean().backward()
 
-    @torch.no_grad()
-    def token() -> None:
-        decode(last, place, mask, caches)
-
-    times = {"train_ms": statistics.median(harness.times_ms(step, args.device, args.iters, 3))}
+    yield {"part": "training", "rows": ids.numel(), "ms": _ms(step, args, 3)}
     model.zero_grad(set_to_none=True)
-    times["decode_ms"] = statistics.median(harness.times_ms(token, args.device, 5 * args.iters, 5))
-    some, prompt = ids[: args.sequences], args.tokens - 4
-    found = generated(train, model, some, prompt, args.keys)
-    times["difference"] = (found - train(some, every[: args.tokens]).detach()).abs().max().item()
-    return times
+
+    def generating(ids: Tensor, places: Tensor, mask: Tensor, caches: Any) -> Tensor:
+        """A prompt by the graph of training's options, a token by that which is timed."""
+        run: Any = train if ids.shape[1] > 1 else decode
+        for cache in (cache for pair in caches for cache in pair):
+            torch._dynamo.mark_static_address(cache)  # CUDA graphs write it where it lies
+        return run(ids, places, mask, caches)  # type: ignore[no-any-return]
+
+    for batch in args.batches:
+        caches, place = model.caches(batch, args.keys), every[args.tokens - 1 : args.tokens].clone()
+        mask, last = every[None] <= place[:, None], ids[:1, -1:].repeat(batch, 1)
+
+        @torch.no_grad()
+        def token(caches: Any = caches, place: Tensor = place, mask: Tensor = mask, last: Tensor = last) -> None:
+            generating(last, place, mask, caches)
+
+        row: dict[str, Any] = {"part": "decoding", "rows": batch, "ms": _ms(token, args, 5)}
+        if batch == args.sequences:  # whose decoding is compiled already
+            found = generated(generating, model, ids, prompt, args.keys)
+            row["difference"] = (found - train(ids, every[: args.tokens]).detach()).abs().max().item()
+        yield row
+
+
+def _ms(call: Any, args: argparse.Namespace, warmup: int) -> float:
+    return statistics.median(harness.times_ms(call, args.device, args.iters, warmup))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="rowwise")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--batches", type=int, nargs="+", default=[4, 1, 64], help="of decoding")
     for name, size in (
         ("words", 32768),
         ("width", 2048),
         ("hidden", 6144),
         ("heads", 16),
         ("kv-heads", 8),
-        ("layers", 4),
+        ("layers", 2),
     ):
         parser.add_argument(f"--{name}", type=int, default=size)
     for name, size in (("tokens", 1024), ("keys", 2048), ("sequences", 4), ("iters", 10)):
         parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--seconds", type=float, default=600, help="behind which no row begins")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, default=Path("out/batch_invariance.json"))
     args = parser.parse_args()
     torch._dynamo.config.recompile_limit = 64
     sizes = args.words, args.width, args.hidden, args.heads, args.kv_heads, args.layers
     model = Decoder(*sizes, qwen=True).to(args.device, torch.bfloat16)
-    rows = []
-    for batch in args.batches:
-        plain, same = (measure(model, batch, args, exact) for exact in (False, True))
-        rows += [{"batch": batch, "exact": exact, **found} for exact, found in ((False, plain), (True, same))]
-        for name in ("train_ms", "decode_ms"):
-            rows[-1][f"{name}_over_plain"] = same[name] / plain[name]
-    environment = harness.environment(args.device)
-    keys = ("train_ms", "train_ms_over_plain", "decode_ms", "decode_ms_over_plain", "difference")
+    environment, began, rows = harness.environment(args.device), time.perf_counter(), list[dict[str, Any]]()
+    plain: dict[tuple[str, int], float] = {}
+    for exact in (False, True):
+        if time.perf_counter() - began > args.seconds:
+            break
+        for row in measured(model, args, exact):
+            key = row["part"], row["rows"]
+            plain.setdefault(key, row["ms"])
+            rows.append({**row, "exact": exact, "over_plain": row["ms"] / plain[key]})
+            print(json.dumps(rows[-1]), flush=True)
+            harness.write_json(args.json, {"environment": environment, "rows": rows})
+            if time.perf_counter() - began > args.seconds:
+                break
+    keys = ("ms", "over_plain", "difference")
     table.show(
         f"The same numbers in any batch, {args.recipe}; {table.headline(environment)}",
-        ("batch", "exact", "training ms", "over plain", "decoding ms", "over plain", "log-probability difference"),
+        ("part", "rows", "exact", "ms", "over plain", "log-probability difference"),
         [
-            (row["batch"], row["exact"], *(table.number(row[key], 4) if key in row else "" for key in keys))
+            (row["part"], row["rows"], row["exact"], *(table.number(row[key], 4) if key in row else "" for key in keys))
             for row in rows
         ],
         f"training: {args.sequences} x {args.tokens} tokens; decoding: one token a sequence, {args.keys} keys",
     )
-    harness.write_json(args.json, {"environment": environment, "rows": rows})
 
 
 if __name__ == "__main__":

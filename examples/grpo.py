@@ -145,7 +145,14 @@ def compile_(model: Any, options: dict[str, Any] | None) -> None:
     for layer in model.model.layers:
         layer.compile(**how)
     model.model.norm.compile(**high)
-    model.lm_head.compile(**high)
+    head = model.lm_head
+
+    def logits(x: Tensor) -> Tensor:
+        return F.linear(x, head.weight)
+
+    head.forward = torch.compile(
+        logits, **high
+    )  # torch leaves the code of nn.Linear as it is, also where it is compiled
 
 
 class Rollouts:
