@@ -268,7 +268,8 @@ class _Storing:
         stored = []
         for weights in (*changed, *others):
             group: _Group = weights.group
-            refused = [error for one in group.weights if (error := one.refusal(finite[one.source.weight]))]
+            with torch._C.DisableTorchFunctionSubclass():  # to ask for a stored weight's shape is a look, and slow
+                refused = [error for one in group.weights if (error := one.refusal(finite[one.source.weight]))]
             if not refused:
                 stored.append(weights)
             elif weights in changed:
