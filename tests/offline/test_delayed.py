@@ -135,7 +135,7 @@ def test_rows_that_record(case: str, size: tuple[int, int], tmp_path: Path) -> N
         assert amax.item() == oracle.recorded or (amax.isnan() and math.isnan(oracle.recorded)), name
 
 
-def test_the_kernels_of_a_step() -> None:
+def test_the_kernels_of_a_steps_end() -> None:
     """Interpreted: bit for bit what plain torch does, of all contents, history lengths and algorithms."""
     done = INTERPRETER.run("tests.offline.scale_update_kernels")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -153,7 +153,7 @@ def test_a_steps_end_compiles(reduced: bool, arch: int) -> None:
     from triton.compiler import ASTSource
 
     from te_inductor.runtime.state.misfits import COUNTS
-    from te_inductor.templates.triton.scale_updates import APART, collect_amaxes, copy_scales, update_each
+    from te_inductor.templates.triton.scale_updates import collect_amaxes, update_each
 
     def compiled(kernel, kinds: dict[str, str], constants: dict[str, object]) -> str:
         signature = {name: kinds.get(name, "constexpr") for name in kernel.arg_names}
@@ -167,7 +167,5 @@ def test_a_steps_end_compiles(reduced: bool, arch: int) -> None:
     sizes |= {"JUMP": 16.0, "COUNTS": COUNTS, "PATIENCE": 2, "FAILURE": 16, "FAILING": 256, "HEALS": reduced}
     ptx = compiled(update_each, kinds, sizes | ({} if reduced else {"reduced": None}))
     assert "div.rn.f32" in ptx and ".local" not in ptx and "bar.sync" in ptx
-    kinds = {"table": "*i64", "copies": "*fp32", "count": "i32"}
-    assert "div.rn.f32" in compiled(copy_scales, kinds, {"BLOCK": 32, "APART": APART})
     if reduced:
         assert compiled(collect_amaxes, {"table": "*i64", "out": "*fp32", "count": "i32"}, {"BLOCK": 32})

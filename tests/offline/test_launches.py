@@ -151,7 +151,6 @@ def attention(m, e, n, k):
 def updates(m, e, n, k):
     update = ScaleUpdate(DelayedScaling(), "e4m3")
     scale_updates.launch(empty(), empty(3 * e, dtype=torch.int64), update)
-    scale_updates.launch_copies(empty(), empty(3 * e, dtype=torch.int64))
 
 
 def losses(m, e, n, k):

@@ -1,5 +1,5 @@
-"""The begin and the end of a step under delayed scaling on the GPU: a kernel each for all quantizers of a graph, where
-torch's ops are two launches and some thirty (`runtime/eager/delayed.py`, whose arithmetic this is, bit for bit).
+"""The end of a step under delayed scaling on the GPU: one kernel for all quantizers that a graph updates, where torch's
+ops are some thirty launches (`runtime/eager/delayed.py`, whose arithmetic this is, bit for bit).
 
 Amaxes, scales and histories are separate tensors, found by a table of their addresses. It is in pinned memory, which the
 GPU reads by itself: no copy waits, and none is recorded in a CUDA graph. Tables are kept for good, by the addresses,
@@ -19,28 +19,8 @@ from te_inductor.runtime.state.misfits import COUNTS
 from te_inductor.templates.triton.launcher import Launcher, launcher
 
 LONGEST = 4096  # amaxes of a history that one program holds
-APART = 4  # fp32 from one copied scale to the next: 16 bytes, to which Inductor has tensors aligned
 
 _tables: dict[tuple[int, ...], Tensor] = {}
-
-
-def read_scales(scales: list[Tensor]) -> list[Tensor]:
-    """Does what `runtime.eager.delayed.read_scales` does, with one tensor that holds all copies."""
-    table = _table((scales,))
-    return delayed.read_scales(scales) if table is None else launch_copies(scales[0], table)
-
-
-def launch_copies(scale: Tensor, table: Tensor) -> list[Tensor]:
-    """Launches on the device of `scale`, one of the tensors."""
-    count = len(table)
-    copies = scale.new_empty((2 * count, APART))
-    _copier(count)(1, table, copies, count, on=scale.device)
-    return list(copies.select(1, 0).unbind())
-
-
-@functools.cache
-def _copier(count: int) -> Launcher:
-    return launcher(copy_scales, BLOCK=triton.next_power_of_2(count), APART=APART, num_warps=1)
 
 
 def update_scales(
@@ -122,16 +102,6 @@ def collect_amaxes(table, out, count, BLOCK: tl.constexpr):
     place = tl.arange(0, BLOCK)
     address = tl.load(table + place, mask=place < count, other=0).to(tl.pointer_type(tl.float32))
     tl.store(out + place, observed(tl.load(address, mask=place < count, other=0.0)), mask=place < count)
-
-
-@triton.jit(do_not_specialize=["count"])
-def copy_scales(table, copies, count, BLOCK: tl.constexpr, APART: tl.constexpr):
-    """Copies of all scales, then their reciprocals."""
-    place = tl.arange(0, BLOCK)
-    address = tl.load(table + place, mask=place < count, other=0).to(tl.pointer_type(tl.float32))
-    scale = tl.load(address, mask=place < count, other=1.0)
-    tl.store(copies + place * APART, scale, mask=place < count)
-    tl.store(copies + (count + place) * APART, tl.div_rn(1.0, scale), mask=place < count)
 
 
 @triton.jit
@@ -236,4 +206,4 @@ def update_each(
     tl.store(amax_at, 0.0)
 
 
-implement_on_cuda(read_scales=read_scales, update_scales=update_scales)
+implement_on_cuda(update_scales=update_scales)
