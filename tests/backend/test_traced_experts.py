@@ -117,7 +117,7 @@ def test_a_compiled_step(monkeypatch):
     y = compiled(x)
     gradients = torch.autograd.grad(y.square().sum(), [x, *twin.parameters()])
     assert same(run(), [y.detach(), *gradients])
-    assert targets(made).count("aten.index_put.default") == 2  # of a permutation, and of the router's scores
+    assert targets(made).count("aten.index_put.default") == 3  # of a permutation, of its inverse, of the scores
 
 
 @pytest.mark.parametrize(
