@@ -16,7 +16,7 @@ from tests.support.first_steps import Residual, errors
 
 
 @pytest.fixture
-def graphs(monkeypatch):
+def graphs(monkeypatch, no_caches):
     """The graphs that were interpreted, and those whose code was generated, each by its number of nodes."""
     from te_inductor import lowerings
 
