@@ -71,6 +71,9 @@ BARE = {
     "table written": _written,
     "repeated": lambda x, order: x.repeat_interleave(EACH, 0)[order],
     "not the order": lambda x, order: x[(order // EACH).flip(0)],
+    "column of another order": lambda x, order: x.gather(
+        0, (order // EACH)[torch.arange(len(order)).flip(0), None].expand(-1, x.shape[1])
+    ),
     "elements": lambda x, order: x.gather(0, (order // EACH)[:, None] * torch.ones_like(x[:1], dtype=torch.int64)),
 }
 

@@ -118,6 +118,36 @@ class WrittenBehind(Layer):
         return y
 
 
+class OtherColumn(Layer):
+    """A layer whose places are a column in another order."""
+
+    def result(self, x: Tensor, rows: Tensor, order: Tensor) -> Tensor:
+        column = (order // EACH)[torch.arange(len(order)).flip(0), None]
+        return torch.zeros_like(x).scatter_add(0, column.expand(-1, DIM), rows)
+
+
+class IntoMemory(Layer):
+    """A layer whose sums go to memory that the program reads by another name."""
+
+    trains = False
+
+    def result(self, x: Tensor, rows: Tensor, order: Tensor) -> Tensor:
+        kept = torch.ones(TOKENS, DIM)
+        torch.index_add(torch.zeros_like(x), 0, order // EACH, rows, out=kept.view(TOKENS, DIM))
+        return kept + x
+
+
+class ZerosInMemory(Layer):
+    """A layer whose zeros are in such memory."""
+
+    trains = False
+
+    def result(self, x: Tensor, rows: Tensor, order: Tensor) -> Tensor:
+        kept = torch.ones(TOKENS, DIM)
+        torch.zeros(TOKENS, DIM, out=kept.view(TOKENS, DIM)).index_add_(0, order // EACH, rows)
+        return kept + x
+
+
 class RowsGiven(Layer):
     """Rows that no operator of the graph makes."""
 
@@ -132,6 +162,7 @@ class RowsGiven(Layer):
     [
         *((kind, 1) for kind in (Layer, InPlace, Scattered, RowsGiven, WrittenBehind)),
         *((kind, 0) for kind in (Weighted, Added, ReadBefore, Unsorted, IndexWritten, OrderWritten)),
+        *((kind, 0) for kind in (OtherColumn, IntoMemory, ZerosInMemory)),
     ],
 )
 def test_sums(monkeypatch, kind, found):

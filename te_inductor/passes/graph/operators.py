@@ -118,9 +118,9 @@ def read(node: Any) -> Operator:
 
 
 def _is_chosen(index: Any) -> bool:
-    """Whether a tensor, or a list of numbers, says which elements."""
+    """Whether a tensor, or a sequence of numbers, says which elements."""
     parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(part, list) or is_tensor(part) for part in parts)
+    return any(isinstance(part, list | tuple) or is_tensor(part) for part in parts)
 
 
 @functools.cache

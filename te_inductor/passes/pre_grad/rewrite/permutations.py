@@ -89,6 +89,8 @@ def _rewrite_sum(node: fx.Node, writes: Writes) -> None:
     base, index, rows = given.get("base"), given.get("index"), given.get("rows")
     if given.get("dim") != 0 or given.get("alpha", 1) != 1 or not (is_tensor(base) and is_tensor(rows)):
         return
+    if "out" in given or "out" in base.kwargs:  # memory of the program's, which it reads by other names too
+        return
     places = expanded_rows(index, value(rows).shape[-1]) if name(node).startswith("scatter") else index
     found = order_of(places, value(base).shape[0]) if is_tensor(places) else None
     readers: Sequence[fx.Node] = [user for user in base.users if user is not node]

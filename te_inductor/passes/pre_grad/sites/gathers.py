@@ -99,8 +99,8 @@ def expanded_rows(index: Any, columns: Any) -> Any:
     if not (is_tensor(index) and operators.read(index).kind is Kind.EXPAND and index.args):
         return None
     column = index.args[0]
-    if not (is_tensor(column) and (operators.read(column).kind is Kind.RESHAPE or name(column) == "getitem")):
-        return None
+    if not is_tensor(column) or operators.read(column).kind not in Kind.RESHAPE | Kind.PART:
+        return None  # such as rows that an index of the program's brings into another order
     rows = column.args[0]
     if not (is_tensor(rows) and value(rows).dim() == 1 and value(column).dim() == value(index).dim() == 2):
         return None
