@@ -53,11 +53,11 @@ def _trained(rank: Rank, saved: str) -> tuple[int, list[Tensor]]:
         fully_shard(block, mesh=rank.mesh)
     fully_shard(model, mesh=rank.mesh)
     run = torch.compile(model, backend="te", options={"recipe": "delayed", "policy": {"*": "delayed"}, "saved": saved})
-    held: dict[int, int] = {}
+    held: dict[int, torch.UntypedStorage] = {}  # by identity: FSDP empties what it gathered, and addresses come again
 
     def pack(one: Tensor) -> Tensor:
         storage = one.untyped_storage()
-        held[storage.data_ptr()] = storage.nbytes()
+        held[storage._cdata] = storage
         return one
 
     draw = torch.Generator().manual_seed(rank.rank)
@@ -66,5 +66,6 @@ def _trained(rank: Rank, saved: str) -> tuple[int, list[Tensor]]:
         model.zero_grad()
         with saved_tensors_hooks(pack, lambda one: one):
             loss = run(torch.randn(TOKENS, WIDTH, generator=draw)).square().mean()
+        saved_bytes = sum(one.nbytes() for one in held.values())
         loss.backward()
-    return sum(held.values()), [one.grad.full_tensor().double() for one in model.parameters()]  # type: ignore[union-attr]
+    return saved_bytes, [one.grad.full_tensor().double() for one in model.parameters()]  # type: ignore[union-attr]
