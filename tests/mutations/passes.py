@@ -164,6 +164,12 @@ MUTATIONS = [
         ("tests/backend/test_attention_sizes.py", "-k", "borders"),
     ),
     Mutation(
+        "a node is read as what wrote it last, whatever that wrote",
+        "if written is None or (written and not _writes_all(written[-1], node)):",
+        "if written is None:",
+        ("tests/backend/test_attention_traps.py", "-k", "written"),
+    ),
+    Mutation(
         "a convolution whose channels are not last is a layer",
         """return is_of_one_element(node) and all(map(has_channels_last, (value(operands(node)["input"]), value(node))))""",
         "return is_of_one_element(node)",
