@@ -189,18 +189,39 @@ def test_how_it_is_shown(found):
 
 
 def test_delayed_scaling_is_measured_by_the_batches_before(found):
-    """A batch 64 times as large as those before is cut off; the first is cast by its own amaxes."""
+    """A batch 64 times as large as those before is cut off; the first is cast by its own amaxes. The weight's gradient
+    shows it: behind the forward's product such large values have no gradient."""
     model, _ = found
     x = torch.randn(16, WIDE)
 
     def lost(*given: torch.Tensor) -> dict[str, float]:
         calibration = calibrate(model, given, 1.0, step=STEP, target="h100")
         [layer] = [layer for layer in calibration.layers if layer.fqn == "plain"]
-        return layer.lost["fprop"]
+        return layer.lost["wgrad"]
 
     alone, larger = lost(x), lost(x, 64 * x)
     assert alone["delayed"] == pytest.approx(alone["current"], rel=0.01)
     assert larger["delayed"] > 10 * larger["current"]
+
+
+class Scaled(nn.Module):
+    """Layers side by side, the first of whose outputs reaches the loss a thousandth as far, the second's not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.faint, self.cut, self.loud = (nn.Linear(WIDE, WIDE) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 1e-3 * self.faint(x).cos() + self.cut(x).detach() + self.loud(x).cos()
+
+
+def test_errors_count_as_far_as_the_loss_feels_them():
+    calibration = calibrate(Scaled(), batches(), 1.03, step=STEP, target="h100", check=True)
+    weight = {layer.fqn: layer.weight for layer in calibration.layers}
+    assert weight["cut"] == 1.0  # has no gradient
+    assert weight["loud"] / weight["faint"] == pytest.approx(1e6, rel=0.5)
+    moves = {layer.fqn: layer.sensitivity for layer in calibration.layers}
+    assert moves["loud"] > 50 * moves["faint"]
 
 
 def test_layers_of_the_users_policy_are_left_to_it(found):

@@ -82,7 +82,7 @@ def calibrated(
     units = [Unit(groups) for groups in merged(graphs)]
     names = {fqn: unit.names for unit in units for fqn in unit.layers if unit.names}
     lost = errors_of(model, batches, names, loss, options)
-    units = [unit for unit in units if set(unit.layers) <= set(lost) or not unit.names]
+    units = [unit for unit in units if set(unit.layers) <= set(lost.shares) or not unit.names]
     places = choose([unit.options(lost) for unit in units], allowed(units, graphs, budget))
     assert places is not None  # the fastest choice is within every budget
     picked = [list(unit.gains)[place] for unit, place in zip(units, places, strict=True)]
@@ -92,8 +92,8 @@ def calibrated(
         policy_of(units, picked),
         tuple(
             CalibratedLayer(
-                *(fqn, unit.layers[fqn], tuple(unit.layers), lost.get(fqn, {})),
-                *(unit.times(choice), unit.why(choice, lost), moved.get(fqn)),
+                *(fqn, unit.layers[fqn], tuple(unit.layers), lost.shares.get(fqn, {})),
+                *(unit.times(choice), unit.why(choice, lost), moved.get(fqn), lost.weights.get(fqn, 1.0)),
             )
             for unit, choice in zip(units, picked, strict=True)
             for fqn in unit.layers

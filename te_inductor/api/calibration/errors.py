@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ class _SeenModule:
     """What was seen of the layers of a module, in all graphs."""
 
     lost: dict[tuple[str, str], float] = field(default_factory=dict)  # by GEMM and recipe, the sum of all batches
+    noise: dict[str, float] = field(default_factory=dict)  # by recipe, of the forward as the loss weighs it, likewise
+    signal: dict[str, float] = field(default_factory=dict)
     past: dict[str, Tensor] = field(default_factory=dict)  # the largest amax of each tensor in the batches before
     present: dict[str, Tensor] = field(default_factory=dict)
 
@@ -77,6 +80,7 @@ class _ErrorWatch(LayerWatch):
 
         @torch.no_grad()
         def measure_gradients(dys: Sequence[Tensor]) -> None:
+            self._weigh(layer, pieces, dys)
             if "dgrad" in layer.gemms:
                 self._compare(layer, "dgrad", pieces, dys, [weight.t() for weight in weights])
             if "wgrad" in layer.gemms:
@@ -87,18 +91,38 @@ class _ErrorWatch(LayerWatch):
     def _compare(
         self, layer: _SeenLayer, gemm: str, pieces: Sequence[LayerPiece], a: Sequence[Tensor], b: Sequence[Tensor]
     ) -> None:
-        with torch.autocast(pieces[0].x.device.type, enabled=False):
-            exact = [one.float() @ other.float().t() for one, other in zip(a, b, strict=True)]
-            for name, slots in layer.slots.items():
-                low = _products(layer, name, slots, gemm, pieces, a, b)
-                pairs = list(zip(exact, low, strict=True))
-                lost = _share_lost(pairs, gemm in _BY_ROWS)
-                layer.module.lost[gemm, name] = layer.module.lost.get((gemm, name), 0.0) + lost
+        for name, pairs in _exact_and_low(layer, gemm, pieces, a, b):
+            lost = _share_lost(*_squares(pairs), gemm in _BY_ROWS)
+            layer.module.lost[gemm, name] = layer.module.lost.get((gemm, name), 0.0) + lost
         for tensor, values in zip(_TENSORS[gemm], (a, b), strict=True):
             amax = torch.stack([one.abs().amax().float() for one in values if one.numel()]).amax()
             if amax > 0 and amax < torch.inf:
                 present = layer.module.present
                 present[tensor] = torch.maximum(amax, present.get(tensor, amax))
+
+    def _weigh(self, layer: _SeenLayer, pieces: Sequence[LayerPiece], dys: Sequence[Tensor]) -> None:
+        """Adds up the forward's errors as the loss weighs them. See Note [What an error of the forward does]."""
+        module, weights = layer.module, [dy.float() for dy in dys]
+        xs, ws = [piece.x for piece in pieces], [piece.weight for piece in pieces]
+        for name, pairs in _exact_and_low(layer, "fprop", pieces, xs, ws):
+            noise, _ = _squares(pairs, weights)
+            _, signal = _squares(pairs, [weight.square().mean(1, keepdim=True).sqrt() for weight in weights])
+            noise = noise.where(noise.isfinite(), signal)  # a row that is lost
+            module.noise[name] = module.noise.get(name, 0.0) + noise.sum().item()
+            module.signal[name] = module.signal.get(name, 0.0) + signal.sum().item()
+
+
+def _exact_and_low(
+    layer: _SeenLayer, gemm: str, pieces: Sequence[LayerPiece], a: Sequence[Tensor], b: Sequence[Tensor]
+) -> Iterator[tuple[str, list[tuple[Tensor, Tensor]]]]:
+    """Yields, by recipe, the product of each piece as it is and in low precision."""
+    apart = torch.autocast(pieces[0].x.device.type, enabled=False)
+    with apart:
+        exact = [one.float() @ other.float().t() for one, other in zip(a, b, strict=True)]
+    for name, slots in layer.slots.items():
+        with apart:
+            low = list(_products(layer, name, slots, gemm, pieces, a, b))
+        yield name, list(zip(exact, low, strict=True))
 
 
 def _products(
@@ -127,11 +151,18 @@ def _of_the_past(amax: Tensor | None, quantizer: Quantizer) -> ScalePair | None:
     return ScalePair(scale, scale.reciprocal())
 
 
-def _share_lost(pairs: Sequence[tuple[Tensor, Tensor]], by_rows: bool) -> float:
-    """The squares of a product's errors over those of its values: the mean of its rows', or of the whole. A row that is
-    lost, or not finite, counts as 1; one of zeros counts as nothing."""
-    noise = torch.cat([(low - exact).square().sum(1) for exact, low in pairs]).double()
-    signal = torch.cat([exact.square().sum(1) for exact, _ in pairs]).double()
+def _squares(pairs: Sequence[tuple[Tensor, Tensor]], weights: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """The squares of a product's errors and of its values, each times its weight's, row by row."""
+    weighed = weights or [torch.ones(()).to(exact) for exact, _ in pairs]
+    given = [(exact, low, weight) for (exact, low), weight in zip(pairs, weighed, strict=True)]
+    noise = torch.cat([((low - exact) * weight).double().square().sum(1) for exact, low, weight in given])
+    signal = torch.cat([(exact * weight).double().square().sum(1) for exact, _, weight in given])
+    return noise, signal
+
+
+def _share_lost(noise: Tensor, signal: Tensor, by_rows: bool) -> float:
+    """What is lost of a product: the mean of its rows' shares, or the share of the whole. A row that is lost, or not
+    finite, counts as 1; one of zeros counts as nothing."""
     if not by_rows:
         noise, signal = noise.sum(0, keepdim=True), signal.sum(0, keepdim=True)
     noise, signal = noise[signal > 0], signal[signal > 0]
@@ -178,7 +209,28 @@ def _watching(model: Callable[..., Any], watch: _ErrorWatch, options: Options) -
 
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a call
-Lost = dict[str, dict[str, dict[str, float]]]  # by module path, GEMM and recipe
+
+
+# Note [What an error of the forward does]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# An error e in the output y of a layer moves the loss by about g · e, where g is the loss's gradient with respect to y.
+# Errors of rounding are as often above as below, each by itself, so that the square of that is expected to be the sum of
+# g² e² over all elements. The same sum is, times half the number of tokens, how far errors are expected to raise the loss
+# in the second order, by the diagonal of the empirical Fisher information (squares of the tokens' gradients in the place
+# of the loss's second derivatives). Relative errors of outputs rank layers otherwise: all are rounded to as many bits, but
+# the output layer's reach the loss directly, and those of queries and keys hardly at all.
+
+
+@dataclass(frozen=True)
+class Lost:
+    """What products lose, and how much that counts."""
+
+    shares: dict[str, dict[str, dict[str, float]]]  # by module path, GEMM and recipe
+    weights: dict[str, float]  # by module path, of what its forward loses: 1 in a typical layer
+
+    def counted(self, fqn: str, gemm: str, name: str) -> float:
+        weight = self.weights.get(fqn, 1.0) if gemm == "fprop" else 1.0
+        return weight * self.shares.get(fqn, {}).get(gemm, {}).get(name, 0.0)
 
 
 def errors_of(
@@ -188,17 +240,24 @@ def errors_of(
     loss: Callable[[Any], Tensor] | None,
     options: Options,
 ) -> Lost:
-    """The share of each product that is lost, the mean over all batches, the sum over the calls of a module."""
+    """What each product loses, the mean over all batches, the sum over the calls of a module. The forward's errors are
+    weighed by the gradients that they meet, where there are any."""
     watch = _ErrorWatch(names)
     with _watching(model, watch, options) as run:
         for args, kwargs in batches:
             run_backward(scalar_of(run(*args, **kwargs), loss))
             watch.end_batch()
-    found: Lost = {}
+    shares: dict[str, dict[str, dict[str, float]]] = {}
+    signals: dict[str, float] = {}
     for fqn, module in watch.modules.items():
         for (gemm, name), lost in module.lost.items():
-            found.setdefault(fqn, {}).setdefault(gemm, {})[name] = lost / len(batches)
-    return found
+            shares.setdefault(fqn, {}).setdefault(gemm, {})[name] = lost / len(batches)
+        for name, signal in module.signal.items():
+            if 0 < signal < float("inf"):
+                signals[fqn] = signal
+                shares[fqn]["fprop"][name] = module.noise[name] / signal
+    typical = geometric_mean(signals.values()) if signals else 1.0
+    return Lost(shares, {fqn: signal / typical for fqn, signal in signals.items()})
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ class CalibratedLayer:
     time_s: dict[str, float]  # seconds of all that are `beside` it, by recipe, by "none", and as "chosen"
     why: str
     sensitivity: float | None = None  # how far the loss moves, relative to it, where this layer's forward is cast alone
+    weight: float = 1.0  # how much what its forward loses counts: 1 in a typical layer
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -133,7 +134,7 @@ class Calibration(Mapping[str, "Recipe | str"]):
         ]
         if self.rank_correlation is not None:
             lines.append(
-                f"rank correlation (Spearman) of what forwards lose and how far that moves the loss:"
+                f"rank correlation (Spearman) of what forwards lose, times its weight, and how far that moves the loss:"
                 f" {self.rank_correlation:.2f} over {sum(one.sensitivity is not None for one in self.layers)} layers"
             )
         return lines
@@ -157,6 +158,7 @@ class Calibration(Mapping[str, "Recipe | str"]):
             *lost,
             _microseconds(layers, "chosen"),
             *(_microseconds(layers, name) for name in (*NAMES, _HIGH)),
+            f"{max(one.weight for one in layers):.2g}",
             f"{max(one.sensitivity or 0.0 for one in layers):.2g}" if layers[0].sensitivity is not None else "",
             max((layer.why for layer in layers), key=len),
         ]
@@ -176,6 +178,7 @@ _COLUMNS = (
     *(Column(f"by {name}", right=True, optional=True) for name in NAMES),
     Column("us", right=True),
     *(Column(f"us {name}", right=True, optional=True) for name in (*NAMES, _HIGH)),
+    Column("weight", right=True, optional=True),
     Column("loss moves", right=True, optional=True),
     Column("why", prose=True, optional=True),
 )

@@ -45,11 +45,7 @@ class Unit:
 
     def cost(self, choice: Choice, lost: Lost) -> float:
         """What all products lose together."""
-        return sum(
-            lost.get(fqn, {}).get(gemm, {}).get(name, 0.0)
-            for fqn in self.layers
-            for gemm, name in by_gemm(choice).items()
-        )
+        return sum(lost.counted(fqn, gemm, name) for fqn in self.layers for gemm, name in by_gemm(choice).items())
 
     def options(self, lost: Lost) -> list[Alternative]:
         return [
@@ -77,8 +73,8 @@ class Unit:
 
 def allowed(units: Sequence[Unit], graphs: Sequence[GraphTimes], budget: float) -> int:
     """The time that all units may take together, of a step in which nothing else changes."""
-    fastest = sum(min(option.time for option in unit.options({})) for unit in units)
-    slowest = sum(max(option.time for option in unit.options({})) for unit in units)
+    times = [[round((unit.high_s - gain) * _PICOSECONDS) for gain in unit.gains.values()] for unit in units]
+    fastest, slowest = sum(map(min, times)), sum(map(max, times))
     rest = max(0.0, sum(graph.device_s for graph in graphs) - sum(unit.high_s for unit in units)) * _PICOSECONDS
     return int(max(fastest, min(budget * (fastest + rest) - rest, slowest)))
 
@@ -98,9 +94,9 @@ def cast_alone(units: Sequence[Unit]) -> dict[str, str]:
 
 
 def rank_correlation(units: Sequence[Unit], lost: Lost, sensitivities: Mapping[str, float]) -> float | None:
-    """Spearman's, of what each forward loses and how far it moves the loss; None of less than two layers."""
+    """Spearman's, of what each forward loses, as it counts, and how far it moves the loss; None of less than two layers."""
     names = cast_alone(units)
-    pairs = [(lost[fqn]["fprop"][names[fqn]], moved) for fqn, moved in sensitivities.items()]
+    pairs = [(lost.counted(fqn, "fprop", names[fqn]), moved) for fqn, moved in sensitivities.items()]
     return spearman([one for one, _ in pairs], [other for _, other in pairs])
 
 
