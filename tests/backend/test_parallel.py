@@ -8,7 +8,7 @@ from tests.ranks import Told, ranks, told_by
 
 SAME = 1e-4  # a value in a hundred thousand that falls to the other side of a rounding boundary
 ALIKE = 2.0  # errors of roundings that are other ones
-QUICK = "sequence delayed,refused,without_group,decides,fails"
+QUICK = "sequence delayed,with_fsdp delayed,refused,without_group,decides,fails"
 # The loss comes first: behind other graphs torch 2.13 cannot partition that one, as the user wrote it neither.
 OTHERS = (
     "loss current,loss delayed,sequence_bias current,nan,masked,"
@@ -37,6 +37,11 @@ def check(kind: str, told: Told) -> None:
 
 def test_training_is_that_of_one_rank(told):
     check("sequence delayed", told)
+
+
+def test_a_mesh_with_one_rank_of_tensor_parallelism(told):
+    """Two ranks of FSDP2, whose layers are DTensors of one rank each: nobody is waited for."""
+    check("with_fsdp delayed", told)
 
 
 @pytest.mark.thorough

@@ -202,11 +202,12 @@ class DelayedSites:
         return SiteScales(Delayed(self.recipe, tuple(known)), more, of_both)
 
     def _exchanging(self, match: Match, gathers: bool) -> set[AmaxGroup]:
-        """The ranks with which a layer exchanges tensors."""
+        """The ranks with which a layer exchanges tensors; none where its dimension of a mesh has one rank."""
         names = [one.group for one in (match.parallel, match.arrives, match.leaves) if one is not None]
         if gathers and match.gather is not None:
             names.append(ranks_of(value(match.gather.shard)).group)
-        return {amax_groups.of_process_group(amax_groups.process_group(name)) for name in names}
+        groups = {amax_groups.of_process_group(amax_groups.process_group(name)) for name in names}
+        return groups - {OWN}
 
     def finish(self) -> None:
         """Fill in what only all sites together know."""
