@@ -7,6 +7,8 @@ from unittest import mock
 
 from torch import fx
 
+from te_inductor.passes.graph.interpreted import interpreter
+
 
 def compile_fx(
     gm: fx.GraphModule,
@@ -19,7 +21,6 @@ def compile_fx(
     """Stands in the place of `te_inductor.compat.compile_fx`; `see` is shown the forward's graph and the backward's.
     With Inductor's `decompositions` these are made of the operators that passes know."""
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
@@ -30,7 +31,7 @@ def compile_fx(
 
     def boxed(graph: fx.GraphModule, _: Any) -> Any:
         see(graph.graph)
-        return make_boxed_func(graph.forward)
+        return interpreter(graph)
 
     compiler = aot_autograd(
         fw_compiler=boxed,

@@ -63,7 +63,7 @@ def trains(rank: Rank, kind: str) -> Any:
 def interprets(rank: Rank, kind: str, ranks: str) -> Any:
     """What `trains` tells, where the first step is interpreted on "all" ranks, or has code on the "last"; and how many
     graphs were interpreted."""
-    count = mock.patch.object(interpreted, "_interpreter", side_effect=interpreted._interpreter)
+    count = mock.patch.object(interpreted, "interpreter", side_effect=interpreted.interpreter)
     fits = mock.patch.object(interpreted, "fits", lambda gm: ranks == "all" or rank.rank == 0)
     with count as run, fits:
         return {"steps": trains(rank, kind), "interpreted": run.call_count}

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
+from tests import uncompiled
 from tests.backend.delayed_programs import RECIPE, Blocks, Steps, amax_scale, state, te
 from tests.delayed import OracleLayer, check_entry, quantizers
 from tests.support.trained import Attention, mlp, same, train
@@ -60,6 +61,19 @@ def test_one_model_compiled_twice_has_one_state():
     second.oracle = first.oracle
     for run in (first, second, first):
         run.backward(*run.forward(torch.randn(8, 32)))
+
+
+def test_two_compiles_of_one_model_in_flight():
+    """The backward of one writes state that the other's forward has kept, as generated code does, without a word to
+    autograd."""
+    layer = nn.Linear(32, 48)
+    with uncompiled.patched():
+        first, second = Steps(layer, te(layer)), Steps(layer, te(lambda x: layer(x)))
+        second.oracle = first.oracle
+        for _ in range(2):
+            forwards = [run.forward(torch.randn(8, 32)) for run in (first, second)]
+            for run, forward in zip((first, second), forwards, strict=True):
+                run.backward(*forward)
 
 
 def test_state_dies_with_its_model():

@@ -21,7 +21,7 @@ def graphs(monkeypatch, no_caches):
     from te_inductor import lowerings
 
     found = {"interpreted": [], "compiled": []}
-    run, install = interpreted._interpreter, lowerings.install
+    run, install = interpreted.interpreter, lowerings.install
 
     def installed(*args, **kwargs):
         wrap = install(*args, **kwargs)
@@ -31,7 +31,7 @@ def graphs(monkeypatch, no_caches):
 
         return noted
 
-    monkeypatch.setattr(interpreted, "_interpreter", lambda gm: (found["interpreted"].append(gm), run(gm))[1])
+    monkeypatch.setattr(interpreted, "interpreter", lambda gm: (found["interpreted"].append(gm), run(gm))[1])
     monkeypatch.setattr(lowerings, "install", installed)
     monkeypatch.setattr(state_inputs, "_first_steps_recur", False)
     torch._dynamo.reset()

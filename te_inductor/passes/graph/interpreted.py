@@ -42,7 +42,7 @@ def interpreting(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
         nonlocal compiles
         compiles = compiles or bool(options.get("cudagraphs")) or torch.are_deterministic_algorithms_enabled()
         compiles = compiles or not (means_the_same(gm) and fits(gm))
-        return compile_graph(gm, inputs, **options) if compiles else _interpreter(gm)
+        return compile_graph(gm, inputs, **options) if compiles else interpreter(gm)
 
     return compile
 
@@ -109,7 +109,7 @@ def _written(node: fx.Node, device: torch.device) -> dict[StorageWeakRef, int]:
     return {StorageWeakRef(one.untyped_storage()): bytes_of(one) for one in tensors if one.device == device}
 
 
-def _interpreter(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
+def interpreter(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """Runs a graph node by node. Generated code writes an input without a word to autograd, which is told of it by
     AOTAutograd where it has to be; so does this, as a backward may write state that another forward's has kept."""
     places = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
