@@ -21,20 +21,19 @@ from torch import fx
 import te_inductor.ops  # noqa: F401 (first: Note [First uses in threads])
 from te_inductor import compat, config, recipes
 from te_inductor.config import Options
-from te_inductor.diagnostics import CUT_BY_DDP, announce, announce_saved, log, say, uncompiled
+from te_inductor.diagnostics import CUT_BY_DDP, announce, log, say, uncompiled
 from te_inductor.distributed import amax_groups
 from te_inductor.errors import TEInductorError
 from te_inductor.kernels import cutlass_tables
 from te_inductor.ops.stored_weight import StoredWeight
-from te_inductor.passes import pre_grad
+from te_inductor.passes import effects, pre_grad
 from te_inductor.passes.graph.module_path import path_of
 from te_inductor.passes.graph.values import value
-from te_inductor.passes.pre_grad.decide.invariance import inductor_options
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.passes.pre_grad.rewrite import first_step
 from te_inductor.passes.pre_grad.rewrite.decisions import compare_compiles
 from te_inductor.presentation.progress import patience
-from te_inductor.presentation.report import Report, SavedSite, Unmet
+from te_inductor.presentation.report import Report, Unmet
 from te_inductor.recipes import regions
 from te_inductor.recipes.backward_precision import resolve_backward
 from te_inductor.runtime import compiled_graphs
@@ -53,10 +52,6 @@ MOST_EXPERTS_OF_A_ROW = 16
 # Casts read tensors of up to so many ops: with more, Inductor (30 on GPUs) writes one before others read it, in fp32.
 # The gradient of Gemma's GELU by tanh was written so, 448 MiB of 8192 x 14336, in front of the kernel that casts it.
 MOST_OPS_OF_A_TENSOR = 48
-# A tensor that is computed of more than so many others is written before several readers read it (4 in Inductor). What
-# is saved in low precision is read as two. The gradient of a gate is computed of dy, gate and up: it was written, 235 MB
-# of 8192 x 14336, in front of the kernel that casts it.
-MOST_READS_WITH_SCALES = 5
 
 
 @build.kept_open()
@@ -111,7 +106,8 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     policy = tuple((glob, recipes.resolve(spec, named) or "none") for glob, spec in parsed.policy)
     backward = resolve_backward(parsed.backward, parsed.called("backward"))
     group = amax_groups.resolve(parsed.amax_group, parsed.called("amax_group"))
-    inductor_options(parsed)  # which may be told otherwise
+    for effect in effects.asked(parsed):
+        effect.check(parsed)
     for text in config.unknown_variables():
         say(f"te_inductor: {text}", parsed.fallback)
     return replace(parsed, recipe=recipe or "none", policy=policy, backward=backward, amax_group=group)
@@ -122,7 +118,7 @@ def run_passes(plan: Plan, passes: Sequence[Callable[[Plan], None]] | None = Non
     without us. What the user has to mend, such as a factory of quantizers, is raised."""
     plan.outcome.report.unmet.extend(_options_inside(plan.options))
     try:
-        for step in pre_grad.under(plan.options, pre_grad.PASSES if passes is None else passes):
+        for step in effects.under(plan.options, pre_grad.PASSES if passes is None else passes):
             log.debug("%s", step.__name__)
             step(plan)
     except TEInductorError:
@@ -211,12 +207,12 @@ def _inductor(
 
     patches = dict(torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None).config)
     theirs = patches.get("custom_partitioner_fn", inductor.custom_partitioner_fn)
-    if options.saves_low:
-        patches["custom_partitioner_fn"] = _saving_low(plan, theirs)
-    elif not plan.is_ours:
+    asked = effects.asked(options)
+    if not (plan.is_ours or asked):
         return lambda gm, inputs, runs_seldom=False: compat.compile_fx(gm, inputs, patches, name, around)
-    patches.update(told := inductor_options(options))
-    wrap_inner = lowerings.install(options.fallback, rows_alone=bool(told))
+    for effect in asked:
+        effect.tell(options, plan.outcome.report, patches)
+    wrap_inner = lowerings.install(options.fallback, rows_alone=any(effect.rows_alone for effect in asked))
     compat.patch("torch._inductor.config.loop_index_inversion_in_fusion", False, on=patches)
     for option, limit in _limits(plan).items():
         patches.setdefault(option, limit)
@@ -253,25 +249,9 @@ def _limits(plan: Plan) -> dict[str, int]:
         found["unroll_reductions_threshold"] = MOST_EXPERTS_OF_A_ROW + 1
     elif any(weight.is_cuda for weight in weights):
         found["realize_opcount_threshold"] = MOST_OPS_OF_A_TENSOR
-    if plan.options.saves_low:
-        found["realize_reads_threshold"] = MOST_READS_WITH_SCALES
     if any(weight.is_cpu for weight in weights) and (bits := compat.width_of_right_vectors()) is not None:
         found["cpp.simdlen"] = bits
     return found
-
-
-def _saving_low(plan: Plan, theirs: Any) -> Any:
-    """A partitioner whose forwards save in low precision what option `saved` says. The report tells of it once: a graph
-    of a first step saves the same."""
-    from te_inductor.passes.joint.low_precision_saves import SavingPartitioner
-
-    saved = plan.options.saved
-
-    def tell(rows: Sequence[SavedSite]) -> None:
-        told = plan.outcome.report.saved
-        told += [] if told else rows
-
-    return SavingPartitioner(theirs, (("*", saved),) if isinstance(saved, str) else saved, tell)
 
 
 def _is_of_files(error: BaseException | None) -> bool:
@@ -294,7 +274,8 @@ def _compile_or_restore(
             inputs = [*plan.inputs, *(example for kind in plan.outcome.extra_inputs for example in kind.examples)]
             first = _first_step(plan, inductor, inputs)
             compiled = bind(inductor(plan.gm, inputs), plan.outcome.extra_inputs, first)
-            announce_saved(plan.outcome.report.saved, plan.options.saves_low, plan.options.fallback)
+            for effect in effects.asked(plan.options):
+                effect.finish(plan.options, plan.outcome.report)
             return leave_out(compiled, plan.outcome.omitted)
     except (RestartAnalysis, SkipFrame, Unsupported, TEInductorError):
         raise  # Dynamo's own control flow, and what the user asked to be told

@@ -16,8 +16,7 @@ import torch
 
 from te_inductor.errors import FallbackError, FallbackWarning
 from te_inductor.presentation.paths import HIDDEN, grouped, nearest, shown
-from te_inductor.presentation.report import Report, SavedSite, Unmet, percent
-from te_inductor.presentation.saved import text as table_of_saved
+from te_inductor.presentation.report import Report, percent
 
 log = logging.getLogger("te_inductor")
 
@@ -62,26 +61,6 @@ def announce(report: Report, fallback: str) -> None:
             "warn"  # a policy entry that this graph does not use may be used by the next one, behind a graph break
         )
     say(text, fallback)
-
-
-def announce_saved(saved: Sequence[SavedSite], globs: Sequence[str], fallback: str) -> None:
-    """Say once of a graph that it saves nothing in low precision, though an option asks for it under these globs: what
-    `options["fallback"]` says.
-
-    Raises:
-        FallbackError: with ``fallback="error"``.
-    """
-    if saved:
-        log.info("%s", table_of_saved(Report(saved=[*saved])))
-    for site in saved:
-        log.debug("%s", site)
-    asked = [site for site in saved if not site.outside]
-    if saved and globs and not asked:  # no error, as a graph behind a graph break may have what they mean
-        places = ", ".join(sorted({site.fqn or "the model itself" for site in saved}))
-        text = f"te_inductor: option 'saved' has no effect here: found {', '.join(map(repr, globs))}, expected globs of"
-        say(f"{text} modules that read what is saved for the backward: {places}", fallback.replace("error", "warn"))
-    if asked and all(site.reason is not None for site in asked):
-        announce(Report(unmet=[Unmet("saved", site.fqn, str(site.reason)) for site in asked]), fallback)
 
 
 def say(text: str, fallback: str) -> None:

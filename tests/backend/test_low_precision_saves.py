@@ -11,7 +11,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.autograd.graph import saved_tensors_hooks
 
 import te_inductor
-from te_inductor import backend, compat
+from te_inductor import compat
 from te_inductor.errors import FallbackWarning, OptionError
 from te_inductor.passes.joint import low_precision_saves
 from te_inductor.passes.joint.low_precision_saves import SavingPartitioner
@@ -102,7 +102,7 @@ def test_explain_tells_what_a_compile_saves(monkeypatch):
     found = te_inductor.explain(model, x, options=given)
     assert not te_inductor.state_dict(model) and all(one.grad is None for one in model.parameters())
     told = []
-    monkeypatch.setattr(backend, "announce_saved", lambda rows, *_: told.extend(rows))
+    monkeypatch.setattr(low_precision_saves, "table_of_saved", lambda report: told.extend(report.saved))
     torch.compile(model, backend="te", options=given)(x)
     assert found.saved == told and {one.reason is None for one in told} == {True, False}
     cast = [(one.fqn, one.maker, one.shape) for one in found.saved if one.reason is None]

@@ -10,7 +10,8 @@ from torch import fx
 
 from te_inductor import recipes
 from te_inductor.diagnostics import Refusal
-from te_inductor.passes.pre_grad import CHECK, under
+from te_inductor.passes.effects import under
+from te_inductor.passes.pre_grad import CHECK
 from te_inductor.passes.pre_grad.decide import memory_rule, size_rule
 from te_inductor.passes.pre_grad.decide.report import plain
 from te_inductor.passes.pre_grad.plan import Candidate, Outcome, Plan

@@ -12,20 +12,29 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils import _pytree as pytree
 
 from te_inductor import ops
-from te_inductor.diagnostics import Outside, Refusal
+from te_inductor.config import Options
+from te_inductor.diagnostics import Outside, Refusal, announce, log, say
 from te_inductor.passes.graph.custom_pass import package_hash
+from te_inductor.passes.graph.effect import Effect
 from te_inductor.passes.graph.module_path import module_path
 from te_inductor.passes.graph.tracing import take_place
 from te_inductor.passes.joint.saved_values import QUANTIZER, Saved, decide, size_node
 from te_inductor.presentation.paths import names_of
-from te_inductor.presentation.report import SavedSite
+from te_inductor.presentation.report import Report, SavedSite, Unmet
+from te_inductor.presentation.saved import text as table_of_saved
 
 aten = torch.ops.aten
+# A tensor that is computed of more than so many others is written before several readers read it (4 in Inductor). What
+# is saved in low precision is read as two. The gradient of a gate is computed of dy, gate and up: it was written, 235 MB
+# of 8192 x 14336, in front of the kernel that casts it.
+MOST_READS_WITH_SCALES = 5
 LOW = "low_precision"  # the option's value
+_PARTITIONER = "custom_partitioner_fn"  # Inductor's name for what makes the two graphs
 _NOT_CHECKED = (
     "saved_tensor_with_no_vc_check"  # torch's mark of what autograd keeps without asking whether it was written
 )
@@ -185,3 +194,41 @@ def _call(like: fx.Node, target: Any, *args: Any) -> fx.Node:
         node.meta["val"] = target(*values)
     take_place(node, like.meta)
     return node
+
+
+def _tell(options: Options, report: Report, patches: dict[str, Any]) -> None:
+    """Has the partitioner make forwards that save so. The report tells of it once: a graph of a first step saves the
+    same."""
+    saved = options.saved
+
+    def tell(rows: Sequence[SavedSite]) -> None:
+        report.saved.extend([] if report.saved else rows)
+
+    theirs = patches.get(_PARTITIONER, getattr(config, _PARTITIONER))
+    entries = (("*", saved),) if isinstance(saved, str) else saved
+    patches[_PARTITIONER] = SavingPartitioner(theirs, entries, tell)
+    patches.setdefault("realize_reads_threshold", MOST_READS_WITH_SCALES)
+
+
+def _finish(options: Options, report: Report) -> None:
+    """Say once of a graph that it saves nothing in low precision, though the option asks for it: what
+    `options["fallback"]` says.
+
+    Raises:
+        FallbackError: with ``fallback="error"``.
+    """
+    saved, globs, fallback = report.saved, options.saves_low, options.fallback
+    if saved:
+        log.info("%s", table_of_saved(Report(saved=[*saved])))
+    for site in saved:
+        log.debug("%s", site)
+    asked = [site for site in saved if not site.outside]
+    if saved and not asked:  # no error, as a graph behind a graph break may have what they mean
+        places = ", ".join(sorted({site.fqn or "the model itself" for site in saved}))
+        text = f"te_inductor: option 'saved' has no effect here: found {', '.join(map(repr, globs))}, expected globs of"
+        say(f"{text} modules that read what is saved for the backward: {places}", fallback.replace("error", "warn"))
+    if asked and all(site.reason is not None for site in asked):
+        announce(Report(unmet=[Unmet("saved", site.fqn, str(site.reason)) for site in asked]), fallback)
+
+
+EFFECT = Effect(lambda options: bool(options.saves_low), _tell, finish=_finish)

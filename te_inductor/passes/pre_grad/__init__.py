@@ -8,12 +8,10 @@ not make have lists of their own, of the same passes: EXPORTED is for exported p
 backward.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
-from te_inductor.config import Options
 from te_inductor.passes.pre_grad.attention.rewrite import rewrite_attention
 from te_inductor.passes.pre_grad.attention.sites import match_attention
-from te_inductor.passes.pre_grad.decide import invariance
 from te_inductor.passes.pre_grad.decide.between_ranks import check_exchanges, check_gathers
 from te_inductor.passes.pre_grad.decide.report import report_sites
 from te_inductor.passes.pre_grad.decide.sites import (
@@ -75,10 +73,3 @@ TRACED: tuple[Pass, ...] = (
     rewrite_triples,
     rewrite_scattered_rows,
 )
-
-
-def under(options: Options, passes: Iterable[Pass]) -> Iterator[Pass]:
-    """Yields passes, with those in the places of some that an option puts there."""
-    instead = invariance.INSTEAD if options.batch_invariant else {}
-    for one in passes:
-        yield from instead.get(one, (one,))

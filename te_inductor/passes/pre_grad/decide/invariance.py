@@ -25,6 +25,7 @@ import torch
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal
 from te_inductor.errors import OptionError
+from te_inductor.passes.graph.effect import Effect
 from te_inductor.passes.graph.module_path import module_path
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.attention.inputs import Inputs
@@ -35,7 +36,7 @@ from te_inductor.passes.pre_grad.loss.match import match_losses
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.passes.pre_grad.sites.tensor_parallel import TensorParallel
-from te_inductor.presentation.report import Unmet
+from te_inductor.presentation.report import Report, Unmet
 from te_inductor.recipes import Quantizer
 
 OPTION = "batch_invariant"
@@ -57,17 +58,11 @@ INDUCTOR: dict[str, object] = {
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def inductor_options(options: Options) -> dict[str, object]:
-    """What Inductor is told for the option.
-
-    Raises:
-        OptionError: the program tells it otherwise.
+def _check(options: Options) -> None:
     """
-    if not options.batch_invariant:
-        return {}
-    from torch._inductor import config
-
-    known = config.get_config_copy()
+    Raises:
+        OptionError: the program tells Inductor otherwise.
+    """
     told = dict(torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None).config)
     for name, expected in INDUCTOR.items():
         if told.get(name, expected) != expected:
@@ -76,7 +71,13 @@ def inductor_options(options: Options) -> dict[str, object]:
                 f"{given} has {name} = {told[name]!r} beside option {OPTION!r}, expected {expected!r}: kernels would be"
                 " chosen by sizes; leave one of them out"
             )
-    return {name: expected for name, expected in INDUCTOR.items() if name in known}
+
+
+def _tell(options: Options, report: Report, patches: dict[str, Any]) -> None:
+    from torch._inductor import config
+
+    known = config.get_config_copy()
+    patches |= {name: expected for name, expected in INDUCTOR.items() if name in known}
 
 
 def match_ordered_attention(plan: Plan) -> None:
@@ -181,9 +182,11 @@ def _of_high(site: Candidate) -> Refusal | None:
 
 # What stands in the place of some passes. Those that have nothing there go by the number of rows, or have a loss round
 # logits otherwise than an evaluation reads them.
-INSTEAD: dict[Callable[[Plan], None], tuple[Callable[[Plan], None], ...]] = {
+_INSTEAD: dict[Callable[[Plan], None], tuple[Callable[[Plan], None], ...]] = {
     match_attention: (match_ordered_attention,),
     match_losses: (),
     check_sites: (check_sites, check_order),
     weigh_sites: (),
 }
+
+EFFECT = Effect(lambda options: options.batch_invariant, _tell, _check, rows_alone=True, instead=_INSTEAD)
