@@ -16,7 +16,8 @@ import torch
 
 from te_inductor.errors import FallbackError, FallbackWarning
 from te_inductor.presentation.paths import HIDDEN, grouped, nearest, shown
-from te_inductor.presentation.report import Report, percent
+from te_inductor.presentation.report import Report
+from te_inductor.presentation.tables import percent
 
 log = logging.getLogger("te_inductor")
 

@@ -1,17 +1,17 @@
 """What `accuracy_report` returns: figures as data, a table, a heat map."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from te_inductor.errors import OptionError
-from te_inductor.presentation import html
 from te_inductor.presentation.paths import by_kind, chunks, kind, named, plain
+from te_inductor.presentation.printed import Printed
 from te_inductor.presentation.report import Site
-from te_inductor.presentation.tables import Column, tabulated, wrapped
+from te_inductor.presentation.tables import Column
 
 
 @dataclass(frozen=True)
@@ -40,24 +40,24 @@ class GemmAccuracy:
 
 
 @dataclass(frozen=True, repr=False)
-class AccuracyReport:
+class AccuracyReport(Printed):
     """`print(report)` shows a table, `report.table(details=True)` one with every layer, `report.to_dict()` is for JSON,
     `report.heat_map(path)` writes a PNG."""
 
     gemms: list[GemmAccuracy] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)  # as `explain` has them: those in high precision too
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        return asdict(self)
+    def _headline(self) -> str:
+        layers = len({gemm.fqn for gemm in self.gemms})
+        high = len({site.fqn for site in self.sites if site.kernel == "high_precision"})
+        recipes = ", ".join(dict.fromkeys(gemm.recipe for gemm in self.gemms))
+        return f"te_inductor: {layers} layers in low precision, {high} in high precision; recipes: {recipes or 'none'}"
 
-    def table(self, details: bool = False, columns: int | None = None) -> str:
-        """The report as text. Layers that differ in a number of their paths alone share a row, with the figures of the
-        worst of them and the median; with `details` each layer has its rows. As wide as the terminal (COLUMNS), or as
-        `columns` says; in a pipe as wide as it needs."""
-        table = tabulated(*self._cells(details), columns)
-        lines = [wrapped(line, columns, "") if line else "" for line in (_headline(self), _lowest(self.gemms))]
-        return "\n\n".join(part for part in (lines[0], table if self.gemms else "", lines[1]) if part)
+    def _closing(self) -> str:
+        """The layers to look at first."""
+        known = sorted((gemm for gemm in self.gemms if gemm.sqnr_db is not None), key=lambda gemm: gemm.sqnr_db or 0.0)
+        lowest = [f"{plain(gemm.fqn) or '(root)'} {gemm.gemm} {gemm.sqnr_db:.1f} dB" for gemm in known[:_LOWEST]]
+        return f"lowest products: {', '.join(lowest)}" if lowest else ""
 
     def _cells(self, details: bool) -> tuple[list[Column], list[list[str]]]:
         places = _BY_LAYER if details else range(len(_BY_KIND))
@@ -66,23 +66,10 @@ class AccuracyReport:
             heads = [head._replace(name=_OF_LAYER.get(head.name, head.name)) for head in heads]
         return heads, [[row[place] for place in places] for row in _rows(self.gemms, details)]
 
-    def __str__(self) -> str:
-        return self.table()
-
-    def __repr__(self) -> str:
-        """A line: the table is for `print`."""
-        return f"<AccuracyReport: {_headline(self)}>"
-
-    def _repr_html_(self) -> str:
-        """What notebooks show."""
-        heads, rows = self._cells(details=False)
-        table = html.table([head.name for head in heads], [head.right for head in heads], rows)
-        return html.part([html.text(_headline(self)), table, html.text(_lowest(self.gemms))])
-
     def heat_map(self, path: str | Path) -> Path:
         """Write a PNG: a row a layer, a column an operand, a panel a figure. Where there are many layers, a row is the
         worst of several of one kind that follow each other. Needs matplotlib."""
-        return write_picture(self.gemms, _headline(self), Path(path))
+        return write_picture(self.gemms, self._headline(), Path(path))
 
 
 _BY_KIND = (
@@ -104,20 +91,6 @@ _BY_KIND = (
 _OF_LAYER = {"layers": "module", "SQNR dB, worst": "SQNR dB", "product dB, worst": "product dB"}
 _BY_LAYER = [place for place, column in enumerate(_BY_KIND) if column.name not in ("n", "median")]
 _LOWEST = 3  # products are named below the table
-
-
-def _headline(report: AccuracyReport) -> str:
-    layers = len({gemm.fqn for gemm in report.gemms})
-    high = len({site.fqn for site in report.sites if site.kernel == "high_precision"})
-    recipes = ", ".join(dict.fromkeys(gemm.recipe for gemm in report.gemms))
-    return f"te_inductor: {layers} layers in low precision, {high} in high precision; recipes: {recipes or 'none'}"
-
-
-def _lowest(gemms: Sequence[GemmAccuracy]) -> str:
-    """The layers to look at first."""
-    known = sorted((gemm for gemm in gemms if gemm.sqnr_db is not None), key=lambda gemm: gemm.sqnr_db or 0.0)
-    named = [f"{plain(gemm.fqn) or '(root)'} {gemm.gemm} {gemm.sqnr_db:.1f} dB" for gemm in known[:_LOWEST]]
-    return f"lowest products: {', '.join(named)}" if named else ""
 
 
 def _rows(gemms: Sequence[GemmAccuracy], details: bool) -> Iterator[tuple[str, ...]]:

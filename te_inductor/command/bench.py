@@ -15,7 +15,7 @@ import te_inductor
 from te_inductor.command.factory import options_of
 from te_inductor.errors import TEInductorError
 from te_inductor.presentation.progress import progress
-from te_inductor.presentation.tables import Column, tabulated
+from te_inductor.presentation.tables import Column, digits, tabulated
 from te_inductor.recipes import resolve
 
 BASE = "inductor"
@@ -179,7 +179,7 @@ def _draw(found: Sequence[Any], title: str, path: Path) -> None:
     }
     for axes, (label, values) in zip(figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True):
         drawn = axes.barh(names, values, color=["#999999", *["#4477aa"] * (len(found) - 1)])
-        axes.bar_label(drawn, [f"{value:.3g}" if value < 1000 else f"{value:.0f}" for value in values], padding=3)
+        axes.bar_label(drawn, [digits(value) for value in values], padding=3)
         axes.set_xlabel(label)
         axes.margins(x=0.18)
         axes.spines[["top", "right"]].set_visible(False)

@@ -11,9 +11,8 @@ import torch
 from te_inductor.api.peaks import KEEPERS, Held, Peak, peak_of
 from te_inductor.command.factory import in_bf16, made, options_of
 from te_inductor.presentation.paths import grouped, kind, named
-from te_inductor.presentation.tables import Column, tabulated
+from te_inductor.presentation.tables import Column, mib, tabulated
 
-_MIB = 2**20
 _SUMS = (Column(""), Column("bf16", right=True), Column("this", right=True))
 _TENSORS = (
     Column("module"),
@@ -56,8 +55,8 @@ def _peak(arguments: argparse.Namespace, options: dict[str, Any]) -> Peak:
 def _sums(bf16: Peak, this: Peak) -> Iterator[tuple[str, ...]]:
     yield "peak in", bf16.when, this.when
     for keeper in KEEPERS:
-        yield keeper, *(_mib(one.of(keeper)) for one in (bf16, this))
-    yield "peak", *(_mib(one.bytes) for one in (bf16, this))
+        yield keeper, *(mib(one.of(keeper)) for one in (bf16, this))
+    yield "peak", *(mib(one.bytes) for one in (bf16, this))
 
 
 def _rows(held: Sequence[Held], count: int) -> Iterator[tuple[str, ...]]:
@@ -67,10 +66,6 @@ def _rows(held: Sequence[Held], count: int) -> Iterator[tuple[str, ...]]:
     for group in sorted(groups, key=lambda group: -sum(one.bytes for one in group))[:count]:
         first = group[0]
         shape = " x ".join(map(str, first.shape))
-        size = _mib(sum(one.bytes for one in group))
+        size = mib(sum(one.bytes for one in group))
         name = named([one.module for one in group], everyone) if first.module else ""
         yield name, str(len(group)), shape, first.dtype, size, first.keeper
-
-
-def _mib(size: int) -> str:
-    return f"{size / _MIB:.3g}" if size < 999.5 * _MIB else f"{size / _MIB:.0f}"

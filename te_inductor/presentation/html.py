@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from te_inductor.presentation.tables import Column
+
 if TYPE_CHECKING:
     from te_inductor.presentation.report import Report
 
@@ -27,10 +29,10 @@ def page(title: str, parts: Iterable[str]) -> str:
     )
 
 
-def table(names: Sequence[str], numbers: Sequence[bool], rows: Iterable[Sequence[str]]) -> str:
+def table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> str:
     """A table; cells are plain text."""
-    marks = [' class="number"' if number else "" for number in numbers]
-    head = "".join(f"<th{mark}>{escape(name)}</th>" for name, mark in zip(names, marks, strict=True))
+    marks = [' class="number"' if column.right else "" for column in columns]
+    head = "".join(f"<th{mark}>{escape(one.name)}</th>" for one, mark in zip(columns, marks, strict=True))
     lines = ["".join(f"<td{mark}>{escape(cell)}</td>" for cell, mark in zip(row, marks, strict=True)) for row in rows]
     body = "\n".join(f"<tr>{line}</tr>" for line in lines)
     return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>"
@@ -66,8 +68,7 @@ def _parts(report: "Report") -> list[str]:
     ]
     tables += [(saved.title(report), saved.COLUMNS, saved.rows(report))] if report.saved else []
     for title, columns, rows in tables:
-        made = table([column.name for column in columns], [column.right for column in columns], rows)
-        parts += [f"<h2>{title}</h2>", made]
+        parts += [f"<h2>{title}</h2>", table(columns, rows)]
         if title == "By kind":
             reasons = sites.high_precision(report)
             parts += ["<h2>High precision</h2>", text("\n".join(reasons))] if reasons else []

@@ -1,10 +1,12 @@
 """Reports as data: every site of a model, what runs there, and why not what was asked."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from te_inductor.presentation.printed import Printed
 from te_inductor.presentation.statistics import Statistics
+from te_inductor.presentation.tables import percent
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class Expected:
 
 
 @dataclass(frozen=True, repr=False)
-class Report:
+class Report(Printed):
     """Every site of a model. `print(report)` shows a table, `report.table(details=True)` is one with each layer."""
 
     sites: list[Site] = field(default_factory=list)
@@ -195,10 +197,6 @@ class Report:
     def fallbacks(self) -> list[Site]:
         return [site for site in self.sites if site.reason is not None and not site.outside]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        return asdict(self)
-
     def table(self, details: bool = False, columns: int | None = None) -> str:
         """The report as text: layers that differ in a number of their paths alone share a row, with `details` each has
         its own. As wide as the terminal (COLUMNS), or as `columns` says; in a pipe as wide as it needs."""
@@ -212,14 +210,10 @@ class Report:
 
         return html.page_of_sites(self)
 
-    def __str__(self) -> str:
-        return self.table()
-
-    def __repr__(self) -> str:
-        """A line: the table is for `print`."""
+    def _headline(self) -> str:
         low = sum(site.kernel != "high_precision" for site in self.sites)
         failed = ", a pass failed" if self.failure else ""
-        return f"<Report: {low} of {len(self.sites)} GEMMs in low precision, {len(self.fallbacks)} fell back{failed}>"
+        return f"{low} of {len(self.sites)} GEMMs in low precision, {len(self.fallbacks)} fell back{failed}"
 
     def _repr_html_(self) -> str:
         """What notebooks show."""
@@ -232,20 +226,11 @@ def merge(reports: Iterable[Report]) -> Report:
     """One report of several graphs; a policy entry is unused where no graph used it."""
     reports = list(reports)
     unused = list(reports[0].unused_policy) if reports else []
+    lists = ("sites", "unmet", "attention", "losses", "saved", "weights")
+    together: dict[str, Any] = {name: [one for each in reports for one in getattr(each, name)] for name in lists}
     return Report(
-        sites=[site for report in reports for site in report.sites],
+        **together,
         unused_policy=[entry for entry in unused if all(entry in report.unused_policy for report in reports)],
-        unmet=[unmet for report in reports for unmet in report.unmet],
-        attention=[site for report in reports for site in report.attention],
-        losses=[site for report in reports for site in report.losses],
-        saved=[site for report in reports for site in report.saved],
         failure="\n".join(report.failure for report in reports if report.failure) or None,
-        weights=[weight for report in reports for weight in report.weights],
-        flops=Flops(
-            *(sum(getattr(report.flops, one.name) for report in reports) for one in fields(Flops)),
-        ),
+        flops=Flops(*(sum(getattr(report.flops, one.name) for report in reports) for one in fields(Flops))),
     )
-
-
-def percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"

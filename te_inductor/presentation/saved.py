@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from te_inductor.presentation.paths import grouped, kind, named, plain
-from te_inductor.presentation.tables import Column, tabulated, wrapped
+from te_inductor.presentation.tables import Column, mib, paragraph, tabulated
 
 if TYPE_CHECKING:
     from te_inductor.presentation.report import Report, SavedSite
@@ -18,16 +18,13 @@ COLUMNS = (
     Column("saved", right=True),
     Column("why it stays", prose=True),
 )
-_MIB = 2**20
 
 
 def text(report: "Report", details: bool = False, columns_wide: int | None = None) -> str:
     """A title and a table; empty where the option is off, or no backward follows."""
     if not report.saved:
         return ""
-    return "\n".join(
-        [wrapped(title(report), columns_wide, ""), tabulated(COLUMNS, rows(report, details), columns_wide)]
-    )
+    return f"{paragraph(title(report), columns_wide)}\n{tabulated(COLUMNS, rows(report, details), columns_wide)}"
 
 
 def title(report: "Report") -> str:
@@ -35,7 +32,7 @@ def title(report: "Report") -> str:
     before, after = (sum(getattr(one, size) for one in report.saved) for size in ("bytes_before", "bytes_after"))
     cast = sum(one.reason is None for one in report.saved)
     return (
-        f"Saved for the backward, beside copies in FP8: {_mib(after)} MiB in place of {_mib(before)},"
+        f"Saved for the backward, beside copies in FP8: {mib(after)} MiB in place of {mib(before)},"
         f" {cast} of {len(report.saved)} tensors in E4M3 with scales of 128 values"
     )
 
@@ -51,15 +48,11 @@ def rows(report: "Report", details: bool = False) -> Iterator[tuple[str, ...]]:
             str(len(sites)),
             named([one.maker for one in sites], makers) if first.maker else "",
             f"{' x '.join(map(str, first.shape))} {first.dtype}",
-            _mib(before),
-            _mib(after),
+            mib(before),
+            mib(after),
             first.reason or "",
         )
 
 
 def _key(one: "SavedSite") -> tuple[object, ...]:
     return kind(one.fqn), kind(one.maker), one.shape, one.dtype, one.reason
-
-
-def _mib(size: int) -> str:
-    return f"{size / _MIB:.3g}" if size < 999.5 * _MIB else f"{size / _MIB:.0f}"

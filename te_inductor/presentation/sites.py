@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from te_inductor.presentation import saved, weights
 from te_inductor.presentation.paths import HIDDEN, by_kind, grouped, kind, named, nearest, plain, shown
-from te_inductor.presentation.tables import Column, tabulated, wrapped
+from te_inductor.presentation.tables import Column, paragraph, percent, tabulated, wrapped
 
 if TYPE_CHECKING:
     from te_inductor.presentation.report import AttentionSite, Report, Site, Unmet
@@ -37,17 +37,14 @@ _ASKED = "recipe 'none', as the options, the policy or autocast say"
 
 def text(report: "Report", details: bool, columns_wide: int | None) -> str:
     """Headline, table, and what is to be known beside it."""
-    if details:
-        table = tabulated(BY_LAYER, layer_rows(report), columns_wide)
-    else:
-        table = tabulated(BY_KIND, kind_rows(report), columns_wide)
-    head = "\n".join(wrapped(line, columns_wide, "") for line in headline(report).split("\n"))
-    parts = [head, *([table] if report.sites else [])]
+    heads, rows = (BY_LAYER, layer_rows(report)) if details else (BY_KIND, kind_rows(report))
+    parts = [paragraph(headline(report), columns_wide)]
+    parts += [tabulated(heads, rows, columns_wide)] if report.sites else []
     reasons = [] if details else high_precision(report)
     if reasons:
         parts.append("\n".join(["High precision:", *(wrapped(line, columns_wide) for line in reasons)]))
     parts += [weights.text(report, columns_wide), saved.text(report, details, columns_wide)]
-    parts.append("\n".join(line if "\n" in line else wrapped(line, columns_wide, "") for line in tail(report)))
+    parts.append("\n".join(line if "\n" in line else paragraph(line, columns_wide) for line in tail(report)))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -112,7 +109,7 @@ def kind_rows(report: "Report") -> Iterator[tuple[str, ...]]:
     for group in kinds(report.sites):
         first = group[0][0]
         paths = list(dict.fromkeys(sites[0].fqn for sites in group))
-        share = _percent(report.flops.share_of(site for sites in group for site in sites))
+        share = percent(report.flops.share_of(site for sites in group for site in sites))
         cells, said = (named(paths, everyone), str(len(paths)), _sizes(first), share), ""
         for gemms, recipe, kernel in _kernels(group[0]):
             yield *cells, "" if recipe == said else recipe, gemms, kernel
@@ -124,7 +121,7 @@ def layer_rows(report: "Report") -> Iterator[tuple[str, ...]]:
     alike = attrgetter("fqn", "pattern", "recipe", "kernel", "reason")
     for group in grouped(report.sites, alike).values():
         first, [(gemms, _, kernel)] = group[0], _kernels(group)
-        share = _percent(report.flops.share_of(group))
+        share = percent(report.flops.share_of(group))
         name = plain(first.fqn) or "(root)"
         yield name, first.pattern, gemms, _sizes(first), share, first.recipe, kernel, first.reason or ""
 
@@ -159,7 +156,3 @@ def _names_of(sites: Iterable["Site | AttentionSite | Unmet"], everyone: Sequenc
 
 def _sizes(site: "Site") -> str:
     return " x ".join(str(size) for size in site.shapes)
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"

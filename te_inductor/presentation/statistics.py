@@ -1,13 +1,13 @@
 """What `te_inductor.statistics` returns: figures of each tensor that is cast, as data and as a table."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from te_inductor.presentation import html
 from te_inductor.presentation.paths import grouped, kind, named, plain
-from te_inductor.presentation.tables import Column, tabulated, wrapped
+from te_inductor.presentation.printed import Printed
+from te_inductor.presentation.tables import Column
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,11 @@ class SlotStatistics:
 
 
 @dataclass(frozen=True, repr=False)
-class Statistics:
+class Statistics(Printed):
     """`print(statistics)` shows a table, `statistics.table(details=True)` one with every layer, `statistics.to_dict()` is
     for JSON, `statistics.scalars()` for boards."""
 
     slots: list[SlotStatistics] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        return asdict(self)
 
     def scalars(self) -> dict[str, float]:
         """Each figure that there is, by a name such as ``layers.0.up/input/amax``."""
@@ -85,28 +81,14 @@ class Statistics:
             if isinstance(value, int | float)
         }
 
-    def table(self, details: bool = False, columns: int | None = None) -> str:
-        """The statistics as text. Layers that differ in a number of their paths alone share a row, with the figure of the
-        worst of them; with `details` each layer has its rows. As wide as the terminal (COLUMNS), or as `columns` says;
-        in a pipe as wide as it needs."""
-        heads = [_COLUMNS[0]._replace(name="module"), *_COLUMNS[2:]] if details else _COLUMNS
-        rows = [(row[0], *row[2:]) if details else row for row in _rows(self.slots, details)]
-        return "\n\n".join(
-            [wrapped(_headline(self.slots), columns, ""), *([tabulated(heads, rows, columns)] if rows else [])]
-        )
+    def _headline(self) -> str:
+        return _headline(self.slots)
 
-    def __str__(self) -> str:
-        return self.table()
-
-    def __repr__(self) -> str:
-        """A line: the table is for `print`."""
-        return f"<Statistics: {_headline(self.slots)}>"
-
-    def _repr_html_(self) -> str:
-        """What notebooks show."""
-        rows = _rows(self.slots, details=False)
-        table = html.table([head.name for head in _COLUMNS], [head.right for head in _COLUMNS], rows)
-        return html.part([html.text(_headline(self.slots)), table])
+    def _cells(self, details: bool) -> tuple[Sequence[Column], Iterable[Sequence[str]]]:
+        if not details:
+            return _COLUMNS, _rows(self.slots, details)
+        heads = _COLUMNS[0]._replace(name="module"), *_COLUMNS[2:]  # without the number of layers
+        return heads, ((row[0], *row[2:]) for row in _rows(self.slots, details))
 
 
 # The share of values that became 0 from which on others than outliers lose twice as much as by rounding. Measured with

@@ -106,6 +106,25 @@ def broken(text: str, columns: int) -> list[str]:
     return lines
 
 
+def digits(value: float) -> str:
+    """Three digits without an exponent; all that a larger number has before its point."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
+
+
+def mib(size: int) -> str:
+    """A number of bytes in MiB."""
+    return digits(size / 2**20)
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def paragraph(text: str, columns_wide: int | None = None) -> str:
+    """Lines of text, none of them set in."""
+    return "\n".join(wrapped(line, columns_wide, "") for line in text.splitlines())
+
+
 def wrapped(text: str, columns_wide: int | None = None, indent: str = "  ") -> str:
     """A line of a list, set in, and its further lines a little more."""
     wide = width() if columns_wide is None else columns_wide

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from te_inductor.presentation.paths import grouped, kind, named
-from te_inductor.presentation.tables import Column, tabulated, wrapped
+from te_inductor.presentation.tables import Column, digits, paragraph, tabulated
 
 if TYPE_CHECKING:
     from te_inductor.presentation.report import GraphWeight, Report
@@ -24,8 +24,8 @@ def text(report: "Report", columns_wide: int | None) -> str:
     if not any(graph.layers for graph in report.weights):
         return ""
     sources = " and ".join(dict.fromkeys(graph.rates for graph in report.weights))
-    title = wrapped(f"The size rule, in ms of one call, by rates {sources}:", columns_wide, "")
-    sums = [wrapped(_sum(graph), columns_wide, "") for graph in report.weights if graph.layers]
+    title = paragraph(f"The size rule, in ms of one call, by rates {sources}:", columns_wide)
+    sums = [paragraph(_sum(graph), columns_wide) for graph in report.weights if graph.layers]
     return "\n".join([title, tabulated(COLUMNS, rows(report), columns_wide), *sums])
 
 
@@ -63,8 +63,5 @@ def _gain(graph: "GraphWeight") -> str:
 
 
 def _ms(seconds: float, less: str = "less than ") -> str:
-    """Three digits without an exponent; times below 1 us are all one."""
-    ms = 1e3 * seconds
-    if 0 < ms < 0.001:
-        return f"{less}0.001"
-    return f"{ms:.3g}" if ms < 999.5 else f"{ms:.0f}"
+    """Milliseconds; times below 1 us are all one."""
+    return f"{less}0.001" if 0 < seconds < 1e-6 else digits(1e3 * seconds)

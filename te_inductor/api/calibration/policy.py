@@ -2,7 +2,7 @@
 a file."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,9 @@ from typing import Any
 from te_inductor import recipes
 from te_inductor.api.calibration.times import GEMMS, NAMES, Choice, by_gemm
 from te_inductor.errors import OptionError, RecipeError
-from te_inductor.presentation import html
 from te_inductor.presentation.paths import grouped, kind, named
-from te_inductor.presentation.tables import Column, tabulated, wrapped
+from te_inductor.presentation.printed import Printed
+from te_inductor.presentation.tables import Column
 from te_inductor.recipes import Recipe
 
 _FORMAT = 1  # of the file
@@ -34,7 +34,7 @@ class CalibratedLayer:
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Calibration(Mapping[str, "Recipe | str"]):
+class Calibration(Printed, Mapping[str, "Recipe | str"]):
     """A policy: ``options={"policy": calibration}``. `print(calibration)` shows a table, `table(details=True)` one with
     every layer; `save` writes JSON, for a repository, and `load` reads it."""
 
@@ -105,26 +105,7 @@ class Calibration(Mapping[str, "Recipe | str"]):
                 " te_inductor.calibrate again"
             ) from error
 
-    def table(self, details: bool = False, columns: int | None = None) -> str:
-        """The layers with their recipes as text. Layers that differ in a number of their paths alone, and have the same
-        recipes, share a row with the largest figures; with `details` each has its own. As wide as the terminal
-        (COLUMNS), or as `columns` says."""
-        lines = [wrapped(line, columns, "") for line in self._headlines()]
-        return "\n".join(lines) + ("\n\n" + tabulated(_COLUMNS, self._rows(details), columns) if self.layers else "")
-
-    def __str__(self) -> str:
-        return self.table()
-
-    def __repr__(self) -> str:
-        """A line: the table is for `print`."""
-        return f"<Calibration: {self._headlines()[0]}>"
-
-    def _repr_html_(self) -> str:
-        """What notebooks show."""
-        heads = [column.name for column in _COLUMNS], [column.right for column in _COLUMNS]
-        return html.part([html.text("\n".join(self._headlines())), html.table(*heads, self._rows(details=False))])
-
-    def _headlines(self) -> list[str]:
+    def _headline(self) -> str:
         low = sum(choice is not None for choice in self.policy.values())
         lines = [
             f"{low} of {len(self.policy)} layers in low precision; a step on {self.device} takes {1e3 * self.step_s:.3g} ms,"
@@ -137,15 +118,15 @@ class Calibration(Mapping[str, "Recipe | str"]):
                 f"rank correlation (Spearman) of what forwards lose, times its weight, and how far that moves the loss:"
                 f" {self.rank_correlation:.2f} over {sum(one.sensitivity is not None for one in self.layers)} layers"
             )
-        return lines
+        return "\n".join(lines)
 
-    def _rows(self, details: bool) -> list[list[str]]:
+    def _cells(self, details: bool) -> tuple[Sequence[Column], Iterable[Sequence[str]]]:
         def key(layer: CalibratedLayer) -> object:
             same = tuple(self.chosen(layer).values()), kind(layer.fqn), layer.why.partition(":")[0]
             return layer.fqn if details else same
 
         everyone = [layer.fqn for layer in self.layers]
-        return [self._row(layers, everyone) for layers in grouped(self.layers, key).values()]
+        return _COLUMNS, (self._row(layers, everyone) for layers in grouped(self.layers, key).values())
 
     def _row(self, layers: Sequence[CalibratedLayer], everyone: Sequence[str]) -> list[str]:
         chosen = self.chosen(layers[0])
