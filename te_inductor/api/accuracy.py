@@ -7,7 +7,6 @@ figure is one layer's alone: no error of an earlier layer is in it.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.utils import _pytree as pytree
 from te_inductor import ops
 from te_inductor.api.accuracy_figures import AccuracyReport, GemmAccuracy, OperandAccuracy
 from te_inductor.api.tracing import traced
-from te_inductor.api.watching import Gradients, LayerPiece, LayerWatch, shared_scale
+from te_inductor.api.watching import COLUMNWISE, TENSORS, LayerPiece, LayerWatch, cast
 from te_inductor.backend import parse, run_passes
 from te_inductor.config import Options
 from te_inductor.errors import OptionError, wrong_type
@@ -30,10 +29,9 @@ from te_inductor.passes.pre_grad import DECIDE
 from te_inductor.passes.pre_grad.decide.report import plain
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.presentation.report import Report, merge
-from te_inductor.recipes import Gemm, Quantizer, Recipe, Slots
+from te_inductor.recipes import Quantizer, Recipe, Slots
 from te_inductor.runtime.state.state_sites import SLOTS, StateSite, weight_site
 
-SharedScale = Callable[[Quantizer], ScalePair | None]  # of a tensor that has one with others
 LiveScale = Callable[[Tensor, StateSite, Recipe], Tensor | None]  # of a parameter's quantizer
 _SLACK = 1 + 2**-20  # of a scale's roundings: the amax itself is not saturated
 
@@ -185,23 +183,25 @@ class _MeasuredLayer:
         operands = getattr(self.slots, f"{gemm}_operands", None)
         return self.slots if operands is None or operands.slots is None else operands.slots
 
-    def operand(
-        self, tensor: str, x: Tensor, slots: Slots, columnwise: bool, shared: SharedScale = lambda _: None
-    ) -> "tuple[_Operand, _Operand | None]":
-        """The copies of a tensor that some slots make; the layer's own have the scale that is known, others the one that
-        is shared."""
-        known, quantizer = self.known.get(tensor) if slots is self.slots else None, getattr(slots, tensor)
-        return _operands(tensor, x, quantizer, columnwise, known or shared(quantizer))
+    def see(self, gemm: str, pieces: Sequence[LayerPiece], a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
+        operands = [self._operands(gemm, *one, pieces) for one in zip(TENSORS[gemm], (a, b), strict=True)]
+        for one, other in zip(*operands, strict=True):
+            for operand in (one, other):
+                sums = self.operands.setdefault((gemm, operand.tensor), _Sums())
+                sums.add(operand.exact, operand.low, operand.limit)
+            with torch.autocast(one.exact.device.type, enabled=False):
+                exact = one.exact.double() @ other.exact.double().t()
+            low = ops.product(one.copy, other.copy, None, getattr(self.slots, gemm), torch.float32)
+            self.products.setdefault(gemm, _Sums()).add(exact, low)
 
-    def see(self, gemm: Gemm, a: "_Operand", b: "_Operand") -> None:
-        for operand in (a, b):
-            self.operands.setdefault((gemm.name, operand.tensor), _Sums()).add(
-                operand.exact, operand.low, operand.limit
-            )
-        with torch.autocast(a.exact.device.type, enabled=False):
-            exact = a.exact.double() @ b.exact.double().t()
-        low = ops.product(a.copy, b.copy, None, gemm, torch.float32)
-        self.products.setdefault(gemm.name, _Sums()).add(exact, low)
+    def _operands(
+        self, gemm: str, tensor: str, values: Sequence[Tensor], pieces: Sequence[LayerPiece]
+    ) -> "list[_Operand]":
+        slots = self.slots_of(gemm)
+        quantizer, known = getattr(slots, tensor), self.known.get(tensor) if slots is self.slots else None
+        transformed = quantizer.hadamard and (gemm, tensor) in COLUMNWISE
+        copies = cast(gemm, tensor, pieces, values, quantizer, known)
+        return [_Operand(tensor, *one, quantizer, transformed) for one in zip(values, copies, strict=True)]
 
 
 class _Operand:
@@ -215,17 +215,6 @@ class _Operand:
         self.low = (blocks.values(copy.data, copy.scale_inv, quantizer.format, scope) * factor)[:, :columns]
         scale = blocks.spread(blocks.scale_values(copy.scale_inv, scope), scope, self.exact.shape)
         self.limit = scale.expand(self.exact.shape) * factor * quantizer.format.max
-
-
-def _operands(
-    tensor: str, x: Tensor, quantizer: Quantizer, columnwise: bool, known: ScalePair | None
-) -> tuple[_Operand, _Operand | None]:
-    row, column = ops.copies([x], 0, quantizer, known if quantizer.granularity.whole else None, columnwise=columnwise)
-    assert row is not None
-    rowwise = _Operand(tensor, x, row, quantizer, transformed=False)
-    if column is None:
-        return rowwise, None
-    return rowwise, _Operand(tensor, x.t(), column, quantizer, transformed=quantizer.hadamard)
 
 
 class _Recorder(LayerWatch):
@@ -242,17 +231,12 @@ class _Recorder(LayerWatch):
             low = {gemm: shape for gemm, shape in match.gemms() if not getattr(slots, gemm).is_high}
             self.layers.append(_MeasuredLayer(candidate, slots, low, known))
 
-    @torch.no_grad()
-    def measure(self, place: int, pieces: Sequence[LayerPiece]) -> Gradients:
-        xs = [piece.x for piece in pieces]
-        seen = [_see(self.layers[place], piece, partial(shared_scale, pieces, xs)) for piece in pieces]
-
-        @torch.no_grad()
-        def measure_gradients(dys: Sequence[Tensor]) -> None:
-            for dy, see_one in zip(dys, seen, strict=True):
-                see_one(dy, partial(shared_scale, pieces, dys))
-
-        return measure_gradients
+    def see(
+        self, place: int, gemm: str, pieces: Sequence[LayerPiece], a: Sequence[Tensor], b: Sequence[Tensor]
+    ) -> None:
+        layer = self.layers[place]
+        if gemm in layer.shapes:
+            layer.see(gemm, pieces, a, b)
 
     def gemms(self) -> list[GemmAccuracy]:
         return [
@@ -263,39 +247,10 @@ class _Recorder(LayerWatch):
         ]
 
 
-def _see(layer: _MeasuredLayer, piece: LayerPiece, shared: SharedScale) -> Callable[[Tensor, SharedScale], None]:
-    """Measure fprop; what is returned measures dgrad and wgrad, given dy."""
-    slots, gemms, x, weight = layer.slots, layer.shapes, piece.x, piece.weight
-    dgrad, wgrad = layer.slots_of("dgrad"), layer.slots_of("wgrad")
-    x_row, x_col = layer.operand("input", x, slots, "wgrad" in gemms and wgrad is slots, shared)
-    w_row, w_col = layer.operand("weight", weight, slots, "dgrad" in gemms and dgrad is slots)
-    layer.see(slots.fprop, x_row, w_row)
-    if "wgrad" in gemms and wgrad is not slots:
-        x_col = layer.operand("input", x, wgrad, True, shared)[1]
-    if "dgrad" in gemms and dgrad is not slots:
-        w_col = layer.operand("weight", weight, dgrad, True)[1]
-
-    def see_gradient(dy: Tensor, shared: SharedScale) -> None:
-        alike = dgrad.grad_output == wgrad.grad_output
-        if w_col is not None:
-            g_row, g_col = layer.operand("grad_output", dy, dgrad, x_col is not None and alike, shared)
-            layer.see(slots.dgrad, g_row, w_col)
-        if x_col is not None:
-            if w_col is None or not alike:
-                _, g_col = layer.operand("grad_output", dy, wgrad, True, shared)
-            assert g_col is not None  # it was asked for
-            layer.see(slots.wgrad, g_col, x_col)
-
-    return see_gradient
-
-
-_TENSORS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
-
-
 def _gemm(layer: _MeasuredLayer, name: str, shape: tuple[Any, int, int]) -> GemmAccuracy:
     assert layer.candidate.recipe is not None
     operands = []
-    for tensor in _TENSORS[name]:
+    for tensor in TENSORS[name]:
         sums, quantizer = layer.operands[name, tensor], getattr(layer.slots_of(name), tensor)
         operands.append(
             OperandAccuracy(

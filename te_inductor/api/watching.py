@@ -24,6 +24,9 @@ class LayerPiece:
 
 
 Gradients = Callable[[Sequence[Tensor]], None]  # is given dy (M, N) of each piece
+# What each GEMM multiplies: ``a @ b.T`` of these, or of their transposes, whose copies are the columnwise ones.
+TENSORS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
+COLUMNWISE = (("dgrad", "weight"), ("wgrad", "grad_output"), ("wgrad", "input"))
 
 
 class LayerWatch:
@@ -42,9 +45,24 @@ class LayerWatch:
         match.node.replace_all_uses_with(seen, delete_user_cb=lambda user: user is not seen)
         return True
 
+    def see(
+        self, place: int, gemm: str, pieces: Sequence[LayerPiece], a: Sequence[Tensor], b: Sequence[Tensor]
+    ) -> None:
+        """What is done with the operands of a GEMM, those of each piece: ``a @ b.T`` is its product."""
+        raise NotImplementedError
+
+    @torch.no_grad()
     def measure(self, place: int, pieces: Sequence[LayerPiece]) -> Gradients:
         """What runs behind a layer; what it returns runs behind the gradient of the layer's output."""
-        raise NotImplementedError
+        xs, weights = [piece.x for piece in pieces], [piece.weight for piece in pieces]
+        self.see(place, "fprop", pieces, xs, weights)
+
+        @torch.no_grad()
+        def measure_gradients(dys: Sequence[Tensor]) -> None:
+            self.see(place, "dgrad", pieces, dys, [weight.t() for weight in weights])
+            self.see(place, "wgrad", pieces, [dy.t() for dy in dys], [x.t() for x in xs])
+
+        return measure_gradients
 
     def change(self, place: int, pieces: Sequence[LayerPiece], y: Tensor) -> Tensor:
         """What the model goes on with in the place of the layer's output."""
@@ -68,11 +86,26 @@ class LayerWatch:
         return y
 
 
-def shared_scale(pieces: Sequence[LayerPiece], tensors: Sequence[Tensor], quantizer: Quantizer) -> ScalePair | None:
-    """The scale that the rows of all experts have together, given as a tensor of each piece; None where each piece has
-    scales of its own."""
-    shared = quantizer.granularity.whole and any(isinstance(piece.rows, slice) for piece in pieces)
-    return ScalePair(*ops.current_scale([torch.cat(list(tensors))], quantizer)) if shared else None
+def cast(
+    gemm: str,
+    tensor: str,
+    pieces: Sequence[LayerPiece],
+    values: Sequence[Tensor],
+    quantizer: Quantizer,
+    known: ScalePair | None,
+) -> list[ops.Copy]:
+    """The copies of one operand of a GEMM, of each piece. A scale of the whole tensor is the one that is known, else that
+    which the rows of all experts have together, else each piece's own."""
+    shared = tensor != "weight" and any(isinstance(piece.rows, slice) for piece in pieces)
+    if not quantizer.granularity.whole:
+        known = None
+    elif known is None and shared:
+        known = ScalePair(*ops.current_scale(list(values), quantizer))
+    if (gemm, tensor) in COLUMNWISE:
+        made = [ops.copies([one.t()], 0, quantizer, known, rowwise=False, columnwise=True)[1] for one in values]
+    else:
+        made = [ops.copies([one], 0, quantizer, known, columnwise=False)[0] for one in values]
+    return made  # type: ignore[return-value]
 
 
 def _pieces(x: Tensor, weight: Tensor, transposed: bool, ends: Tensor | None, rows: Tensor | None) -> list[LayerPiece]:

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from te_inductor import ops, recipes
 from te_inductor.api.accuracy import run_backward, scalar_of
 from te_inductor.api.tracing import traced
-from te_inductor.api.watching import Gradients, LayerPiece, LayerWatch, shared_scale
+from te_inductor.api.watching import TENSORS, Gradients, LayerPiece, LayerWatch, cast
 from te_inductor.backend import run_passes
 from te_inductor.config import Options
 from te_inductor.ops.casts import ScalePair
@@ -25,7 +25,6 @@ from te_inductor.runtime.eager.delayed import scale_of
 # The GEMMs whose rows each count alike: a norm divides each token by its own size, and so does Adam each weight's
 # gradient. Gradients of tokens are added up in wgrad as they are, so that small ones count little there.
 _BY_ROWS = ("fprop", "wgrad")
-_TENSORS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
 
 
 @dataclass
@@ -72,29 +71,18 @@ class _ErrorWatch(LayerWatch):
                 module.past[tensor] = torch.maximum(amax, module.past.get(tensor, amax))
             module.present.clear()
 
-    @torch.no_grad()
-    def measure(self, place: int, pieces: Sequence[LayerPiece]) -> Gradients:
-        layer = self.layers[place]
-        xs, weights = [piece.x for piece in pieces], [piece.weight for piece in pieces]
-        self._compare(layer, "fprop", pieces, xs, weights)
-
-        @torch.no_grad()
-        def measure_gradients(dys: Sequence[Tensor]) -> None:
-            self._weigh(layer, pieces, dys)
-            if "dgrad" in layer.gemms:
-                self._compare(layer, "dgrad", pieces, dys, [weight.t() for weight in weights])
-            if "wgrad" in layer.gemms:
-                self._compare(layer, "wgrad", pieces, [dy.t() for dy in dys], [x.t() for x in xs])
-
-        return measure_gradients
-
-    def _compare(
-        self, layer: _SeenLayer, gemm: str, pieces: Sequence[LayerPiece], a: Sequence[Tensor], b: Sequence[Tensor]
+    def see(
+        self, place: int, gemm: str, pieces: Sequence[LayerPiece], a: Sequence[Tensor], b: Sequence[Tensor]
     ) -> None:
+        layer = self.layers[place]
+        if gemm == "dgrad":  # which is seen wherever dy is known
+            self._weigh(layer, pieces, a)
+        if gemm not in layer.gemms:
+            return
         for name, pairs in _exact_and_low(layer, gemm, pieces, a, b):
             lost = _share_lost(*_squares(pairs), gemm in _BY_ROWS)
             layer.module.lost[gemm, name] = layer.module.lost.get((gemm, name), 0.0) + lost
-        for tensor, values in zip(_TENSORS[gemm], (a, b), strict=True):
+        for tensor, values in zip(TENSORS[gemm], (a, b), strict=True):
             amax = torch.stack([one.abs().amax().float() for one in values if one.numel()]).amax()
             if amax > 0 and amax < torch.inf:
                 present = layer.module.present
@@ -129,16 +117,12 @@ def _products(
     layer: _SeenLayer, name: str, slots: Slots, gemm: str, pieces: Sequence[LayerPiece], a: Any, b: Any
 ) -> Iterator[Tensor]:
     """Yields the product of each piece under a recipe."""
-    quantizers = [getattr(slots, tensor) for tensor in _TENSORS[gemm]]
-    scales: list[ScalePair | None] = []
-    for tensor, quantizer, values in zip(_TENSORS[gemm], quantizers, (a, b), strict=True):
+    operands = []
+    for tensor, values in zip(TENSORS[gemm], (a, b), strict=True):
+        quantizer = getattr(slots, tensor)
         known = _of_the_past(layer.module.past.get(tensor), quantizer) if name == "delayed" else None
-        scales.append(known or (None if tensor == "weight" else shared_scale(pieces, values, quantizer)))
-    for operands in zip(a, b, strict=True):
-        one, other = (
-            ops.copies([operand], 0, quantizer, scale, columnwise=False)[0]
-            for operand, quantizer, scale in zip(operands, quantizers, scales, strict=True)
-        )
+        operands.append(cast(gemm, tensor, pieces, values, quantizer, known))
+    for one, other in zip(*operands, strict=True):
         yield ops.product(one, other, None, getattr(slots, gemm), torch.float32)
 
 
