@@ -208,9 +208,10 @@ def _scheduled(gm: fx.GraphModule, options: Options, inputs: Sequence[Any]) -> _
     current: list[_Scheduled] = []
 
     def plan(nodes: list[Any]) -> list[Any]:
+        from torch._inductor.graph import SubgraphLowering
         from torch._inductor.virtualized import V
 
-        if isinstance(V.graph, _subgraphs()):
+        if isinstance(V.graph, SubgraphLowering):
             return nodes
         if nodes:
             _read_schedule(nodes, V.graph, current[0])
@@ -247,12 +248,6 @@ def _scheduled(gm: fx.GraphModule, options: Options, inputs: Sequence[Any]) -> _
 
 class _PlannedError(Exception):
     """Ends a compile where its schedule is known."""
-
-
-def _subgraphs() -> Any:
-    from torch._inductor.graph import SubgraphLowering
-
-    return SubgraphLowering
 
 
 def _read_schedule(nodes: list[Any], graph: Any, found: _Scheduled) -> None:

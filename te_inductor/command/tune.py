@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,15 +39,6 @@ WEIGHTS = {  # N x K of each weight of a layer; the last one is down's
 }
 APART = ((1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336))  # of Llama-3-8B, each weight by itself
 MLPS = ((4096, 1024), (8192, 2048), (16384, 4096))  # N x K of the layer in front of an activation
-BLOCKS, QUANTIZED, GATED = "blocks", "quantized", "gated"
-KINDS = {
-    "plain": "one scale a tensor or a row",
-    BLOCKS: "scales of blocks",
-    OUTPUT: "added to an fp32 total",
-    ANOTHER: "a residual added",
-    QUANTIZED: "an activation and a cast to FP8 behind the product, in inference",
-    GATED: "a gated activation's gradients, cast both ways",
-}
 ARCH = "90"  # the only one whose kernels a table may name
 GAIN = 0.985  # a tile is taken where it needs at most this part of cuBLASLt's time, twice
 MOST_CALLS = 12  # of one arm that follow each other
@@ -55,9 +46,73 @@ ROUND, FP8_FLOPS = (
     5e-3,
     1.2e15,
 )  # seconds that they are to take, and what a GEMM computes in one, to be ready in minutes
-FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
-
 Weights = Sequence[tuple[int, int]]
+
+
+_FPROP, _DGRAD, _WGRAD = "mnk", "mkn", "nkm"  # M, N and K of each GEMM of m tokens and a weight of n x k
+
+
+class _TunedGemm(NamedTuple):
+    """A GEMM that is measured for each number of tokens and each weight."""
+
+    order: str
+    scope: str
+    fast: bool = False
+    a: str = E4M3.name  # elements of the left operand; those of the right one are E4M3
+
+    def gemm(self) -> Gemm:
+        left = BLOCK_1X128.name if self.scope == BLOCK_128X128.name else self.scope
+        return Gemm("fprop", self.fast, (left, self.scope), (self.a, E4M3.name))
+
+
+class _TunedKind(NamedTuple):
+    """GEMMs of layers that differ in sizes and scales alone."""
+
+    weights: Sequence[Weights]  # by default
+    gemms: Sequence[_TunedGemm]
+    out: torch.dtype = torch.bfloat16
+    epilogue: Epilogue = Epilogue()
+
+
+_ALL = [*WEIGHTS.values()]
+_SQUARE, _SHRINKING = BLOCK_128X128.name, [[(n, k) for n, k in weights if n <= k] for weights in _ALL]  # o and down
+# Elements of gradients are those of "current" and "delayed", and of "rowwise". fprop accumulates fast; dgrad and wgrad
+# split, as the recipes' defaults say.
+_GRADIENTS = {TENSOR.name: E5M2.name, ROW.name: E4M3.name}
+BLOCKS, QUANTIZED, GATED = "blocks", "quantized", "gated"
+KINDS = {
+    "plain": [  # one scale a tensor or a row
+        _TunedKind(
+            [APART if scope == ROW.name and name == "llama-3-8b" else weights for name, weights in WEIGHTS.items()],
+            [_TunedGemm(_FPROP, scope, True), _TunedGemm(_DGRAD, scope, a=grad), _TunedGemm(_WGRAD, scope, a=grad)],
+        )
+        for scope, grad in _GRADIENTS.items()
+    ],
+    BLOCKS: [
+        _TunedKind(
+            _ALL, [_TunedGemm(_FPROP, _SQUARE), _TunedGemm(_DGRAD, _SQUARE), _TunedGemm(_WGRAD, BLOCK_1X128.name)]
+        )
+    ],
+    OUTPUT: [  # added to an fp32 total
+        _TunedKind(
+            [APART],
+            [_TunedGemm(_WGRAD, scope, a=grad) for scope, grad in _GRADIENTS.items()],
+            torch.float32,
+            Epilogue(added=OUTPUT),
+        )
+    ],
+    ANOTHER: [  # a residual added
+        _TunedKind(
+            _SHRINKING,
+            [_TunedGemm(_FPROP, TENSOR.name, True), _TunedGemm(_FPROP, _SQUARE)],
+            epilogue=Epilogue(added=ANOTHER),
+        )
+    ],
+    # An activation and a cast to FP8 behind the product, in inference.
+    QUANTIZED: [_TunedKind([MLPS], [_TunedGemm(_FPROP, TENSOR.name, True)], E4M3.dtype, Epilogue(activation=GELU))],
+    # The gradients of a gated activation, cast both ways: dgrad of down.
+    GATED: [_TunedKind([one[-1:] for one in _ALL], [_TunedGemm(_DGRAD, _SQUARE)], E4M3.dtype, Epilogue(gating=SWIGLU))],
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -202,95 +257,15 @@ def summary(table: Table) -> str:
 
 def problems(target: Target, shapes: Weights | None, tokens: Sequence[int], kinds: Iterable[str]) -> list[Problem]:
     """What is measured: those that some tile computes. Of `shapes` the GEMMs of each weight (None: the six models')."""
-    own: dict[str, Callable[[Weights, Sequence[int]], list[_Product]]] = {
-        "plain": _plain,
-        BLOCKS: _blocks,
-        OUTPUT: _totals,
-        ANOTHER: _residuals,
-        QUANTIZED: _quantized,
-        GATED: _gated,
-    }
     found = [
-        Problem(target, Sizes(*sizes), gemm, out, epilogue)
+        Problem(
+            target, Sizes(*map({"m": m, "n": n, "k": k}.get, one.order)), one.gemm(), measured.out, measured.epilogue
+        )
         for kind in kinds
-        for weights in ([shapes] if shapes is not None else _defaults(kind))
-        for sizes, gemm, out, epilogue in own[kind](weights, tokens)
+        for measured in KINDS[kind]
+        for weights in ([shapes] if shapes is not None else measured.weights)
+        for one in measured.gemms
+        for m in tokens
+        for n, k in weights
     ]
     return [problem for problem in dict.fromkeys(found) if tiles(problem)]
-
-
-_Product = tuple[tuple[int, int, int], Gemm, torch.dtype, Epilogue]  # the fields of a `Problem`
-
-
-def _gemm(scope: str, fast: bool = False, a: str = E4M3.name) -> Gemm:
-    """The product of an operand of elements `a` and one of E4M3."""
-    left = BLOCK_1X128.name if scope == BLOCK_128X128.name else scope
-    return Gemm("fprop", fast, (left, scope), (a, E4M3.name))
-
-
-def _defaults(kind: str) -> list[Weights]:
-    if kind == OUTPUT:
-        return [APART]
-    if kind == QUANTIZED:
-        return [MLPS]
-    if kind == GATED:
-        return [weights[-1:] for weights in WEIGHTS.values()]
-    if kind == ANOTHER:
-        return [[(n, k) for n, k in weights if n <= k] for weights in WEIGHTS.values()]  # o and down
-    return [*WEIGHTS.values()]
-
-
-def _plain(weights: Weights, tokens: Sequence[int]) -> list[_Product]:
-    """fprop accumulates fast; dgrad and wgrad split, as the recipes' defaults say."""
-    formats = {TENSOR.name: E5M2.name, ROW.name: E4M3.name}  # of gradients: "current" and "delayed", "rowwise"
-    return [
-        (sizes, _gemm(scope, fast, a), BF16, Epilogue())
-        for scope, grad in formats.items()
-        for m in tokens
-        for n, k in (APART if weights is WEIGHTS["llama-3-8b"] and scope == ROW.name else weights)
-        for sizes, a, fast in (((m, n, k), E4M3.name, True), ((m, k, n), grad, False), ((n, k, m), grad, False))
-    ]
-
-
-def _blocks(weights: Weights, tokens: Sequence[int]) -> list[_Product]:
-    """fprop and dgrad with square blocks of the weight, wgrad without."""
-    square, one_row = BLOCK_128X128.name, BLOCK_1X128.name
-    return [
-        (sizes, _gemm(scope), BF16, Epilogue())
-        for m in tokens
-        for n, k in weights
-        for sizes, scope in (((m, n, k), square), ((m, k, n), square), ((n, k, m), one_row))
-    ]
-
-
-def _totals(weights: Weights, tokens: Sequence[int]) -> list[_Product]:
-    """wgrad."""
-    formats = {TENSOR.name: E5M2.name, ROW.name: E4M3.name}
-    return [
-        ((n, k, m), _gemm(scope, a=grad), torch.float32, Epilogue(added=OUTPUT))
-        for scope, grad in formats.items()
-        for m in tokens
-        for n, k in weights
-    ]
-
-
-def _residuals(weights: Weights, tokens: Sequence[int]) -> list[_Product]:
-    """fprop, with one scale a tensor and with square blocks of the weight."""
-    return [
-        ((m, n, k), _gemm(scope, fast), BF16, Epilogue(added=ANOTHER))
-        for scope, fast in ((TENSOR.name, True), (BLOCK_128X128.name, False))
-        for m in tokens
-        for n, k in weights
-    ]
-
-
-def _quantized(weights: Weights, tokens: Sequence[int]) -> list[_Product]:
-    """fprop."""
-    epilogue = Epilogue(activation=GELU)
-    return [((m, n, k), _gemm(TENSOR.name, True), FP8, epilogue) for m in tokens for n, k in weights]
-
-
-def _gated(weights: Weights, tokens: Sequence[int]) -> list[_Product]:
-    """dgrad of down."""
-    epilogue = Epilogue(gating=SWIGLU)
-    return [((m, k, n), _gemm(BLOCK_128X128.name), FP8, epilogue) for m in tokens for n, k in weights]

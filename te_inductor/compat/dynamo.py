@@ -103,15 +103,21 @@ def guard_on(module: str, path: str, by_type: bool = False) -> None:
     install_guard(source.make_guard(GuardBuilder.TYPE_MATCH if by_type else GuardBuilder.EQUALS_MATCH))
 
 
+def _guarded_source(node: fx.Node) -> Any:
+    """The source of a graph's input; None where Dynamo knows none, or compiles no graph."""
+    from torch._guards import TracingContext
+
+    return None if TracingContext.try_get() is None else getattr(node, "_dynamo_source", None)
+
+
 def guard_on_attribute(node: fx.Node, parameter: object, name: str) -> None:
     """Have Dynamo compare the type of an attribute of a graph's input, or that there is none, before each run of the
     graph that it is compiling. Where something else calls the backend there is nobody to compare."""
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource
-    from torch._guards import TracingContext
 
-    source: Any = getattr(node, "_dynamo_source", None)
-    if source is None or TracingContext.try_get() is None:
+    source = _guarded_source(node)
+    if source is None:
         return
     attribute = AttrSource(source, name)
     if hasattr(parameter, name):
@@ -126,10 +132,9 @@ def guard_on_tensor(node: fx.Node, holds: Callable[[torch.Tensor], bool], what: 
     """Have Dynamo ask this of a graph's input before each run of the graph that it is compiling; `what` is asked, for
     its logs. False where something else calls the backend, and there is nobody to ask."""
     from torch._dynamo.guards import install_guard
-    from torch._guards import TracingContext
 
-    source: Any = getattr(node, "_dynamo_source", None)
-    if source is None or TracingContext.try_get() is None:
+    source = _guarded_source(node)
+    if source is None:
         return False
 
     def create(builder: Any, guard: Any) -> None:

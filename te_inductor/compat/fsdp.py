@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_inductor.compat.wrappers import imported
+from te_inductor.compat.wrappers import groups_of, imported
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -133,9 +133,8 @@ def sharded_parameters(model: nn.Module) -> Iterator[ShardedParameter]:
     state_of = imported("torch.distributed.fsdp._fully_shard._fsdp_state", "_get_module_fsdp_state")
     seen: set[int] = set()
     for module in model.modules() if state_of is not None else ():
-        state = state_of(module)
-        for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
-            if group is not None and id(group) not in seen:
+        for group in groups_of(state_of(module)):
+            if id(group) not in seen:
                 seen.add(id(group))
                 yield from (ShardedParameter(param, group) for param in group.fsdp_params)
 

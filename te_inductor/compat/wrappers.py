@@ -36,12 +36,16 @@ def gathered() -> Iterator[Gathered]:
     """Every parameter of this process that FSDP2 gathers."""
     states = imported("torch.distributed._composable_state", "_module_state_mapping") or {}
     for reference in list(states.values()):
-        state = reference()
-        # The first is 2.15's name, the second what earlier releases have.
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for one in (one for group in groups if group is not None for one in group.fsdp_params):
+        for one in (one for group in groups_of(reference()) for one in group.fsdp_params):
             shards = [getattr(one, name, None) for name in ("sharded_param", "_sharded_post_forward_param")]
             yield Gathered([s for s in shards if s is not None], getattr(one, "_unsharded_param", None))
+
+
+def groups_of(state: Any) -> list[Any]:
+    """What FSDP2 gathers at once of a module's parameters, by the module's state."""
+    # The first is 2.15's name, the second what earlier releases have.
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
 
 
 def mesh_of_dtensor(tensor: torch.Tensor) -> Any:

@@ -73,13 +73,11 @@ def fold(graph: fx.Graph) -> None:
 
 def _is_wanted(cast: fx.Node) -> bool:
     """Two matrices side by side, whose both copies are read, with the scales that the kernel computes."""
-    pieces, dim, quantizer = cast.args
+    given: Any = cast.args
+    pieces, dim, quantizer = given
     read = {user.args[1] for user in cast.users if user.target is operator.getitem}
-    return len(pieces) == 2 and dim == 1 and {0, 2} <= read and _fits(quantizer)  # type: ignore[arg-type, return-value]
-
-
-def _fits(quantizer: Quantizer) -> bool:
-    return (quantizer.scope, quantizer.power_2_scale, quantizer.amax_epsilon) == (BLOCK_1X128.name, True, 0.0)
+    scales = quantizer.scope, quantizer.power_2_scale, quantizer.amax_epsilon
+    return len(pieces) == 2 and dim == 1 and {0, 2} <= read and scales == (BLOCK_1X128.name, True, 0.0)
 
 
 def _found(cast: fx.Node) -> _FoundGate | None:

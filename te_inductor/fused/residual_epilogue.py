@@ -14,7 +14,6 @@ from torch import fx
 
 from te_inductor import ops
 from te_inductor.fused.record import JOINT, POST_GRAD, FusedKernel
-from te_inductor.kernels.cutlass_tiles import Kernel
 from te_inductor.kernels.problem import ANOTHER
 from te_inductor.passes.graph.gemm_nodes import VIEWS, is_plain, kernel_of
 from te_inductor.passes.graph.node_kinds import has_shape, tensor_of
@@ -35,8 +34,8 @@ def fold(graph: fx.Graph) -> None:
                 continue
             if not _is_residual(residual, gemm, node) or not _alike(gemm, node):
                 continue
-            kernel = _kernel(gemm)
-            if kernel is not None:
+            kernel = kernel_of(gemm, added=ANOTHER)
+            if kernel is not None:  # it pays
                 build.start([kernel])  # beside what is left of the compile
                 _replace(node, output, gemm, residual)
                 break
@@ -62,11 +61,6 @@ def _is_residual(x: fx.Node, gemm: fx.Node, total: fx.Node) -> bool:
 def _alike(gemm: fx.Node, total: fx.Node) -> bool:
     """Whether checkpoints treat both as one."""
     return all(gemm.meta.get(tag) == total.meta.get(tag) for tag in ("recompute", "ac_graph_id"))
-
-
-def _kernel(gemm: fx.Node) -> Kernel | None:
-    """None where it does not pay."""
-    return kernel_of(gemm, added=ANOTHER)
 
 
 def _replace(total: fx.Node, output: fx.Node, gemm: fx.Node, residual: fx.Node) -> None:

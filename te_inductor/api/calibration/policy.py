@@ -94,8 +94,9 @@ class Calibration(Printed, Mapping[str, "Recipe | str"]):
             if found.pop("format") != _FORMAT:
                 raise ValueError(f"its format is not {_FORMAT}")
             policy = {glob: _read(given) for glob, given in found.pop("policy").items()}
-            layers = tuple(CalibratedLayer(**_tuples(layer)) for layer in found.pop("layers"))
-            made = cls(policy=policy, layers=layers, **found)
+            layers = found.pop("layers")
+            layers = [{**one, "sizes": tuple(one["sizes"]), "beside": tuple(one["beside"])} for one in layers]
+            made = cls(policy=policy, layers=tuple(CalibratedLayer(**one) for one in layers), **found)
             for layer in made.layers:
                 made.chosen(layer)
             return made
@@ -200,7 +201,3 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_rounded(one) for one in value]
     return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
-def _tuples(layer: dict[str, Any]) -> dict[str, Any]:
-    return {**layer, "sizes": tuple(layer["sizes"]), "beside": tuple(layer["beside"])}

@@ -20,10 +20,12 @@ own dequantization returns by the order of rounding alone: a quarter of compress
 last place, a tenth of ModelOpt's by one, whatever fp32 tensor_scale is chosen. Of a million values none differs in bf16.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from te_inductor.api.checkpoint_formats.protocol import NVFP4, CheckpointFormat, Part, Parts, Shape, scalar
+from te_inductor.api.checkpoint_formats.protocol import NVFP4, CheckpointFormat, Part, Parts, Shape, as_saved, scalar
 from te_inductor.numerics import nvfp4
 from te_inductor.recipes import Recipe
 from te_inductor.recipes.formats import E4M3
@@ -31,12 +33,9 @@ from te_inductor.recipes.formats import E4M3
 CHUNK = 1 << 20  # values that are converted at a time
 
 
-def _packed(n: int, k: int) -> tuple[Shape, ...]:
-    return ((n, k // 2),) if k % 16 == 0 else ()
-
-
-def _sixteens(n: int, k: int) -> tuple[Shape, ...]:
-    return ((n, k // 16),) if k % 16 == 0 else ()
+def _columns(values: int) -> Callable[[int, int], tuple[Shape, ...]]:
+    """The shape of what has one element for so many values of a row."""
+    return lambda n, k: ((n, k // values),) if k % 16 == 0 else ()
 
 
 def _invertible(factor: Tensor) -> str | None:
@@ -67,10 +66,6 @@ def _encoded(parts: Parts, recipe: Recipe) -> Parts:
     return _decoded((packed, block_scale, 1.0 / factor.float()), recipe)
 
 
-def _as_saved(parts: Parts) -> Parts:
-    return parts
-
-
 def _with_factor(parts: Parts) -> Parts:
     packed, block_scale, tensor_scale = parts
     return packed, block_scale, factor_of(tensor_scale)
@@ -85,11 +80,11 @@ def factor_of(tensor_scale: Tensor) -> Tensor:  # (), fp32
     return near[((1.0 / near) == tensor_scale).int().argmax()]
 
 
-_SCALE = Part("_scale", (E4M3.dtype,), _sixteens)
+_SCALE = Part("_scale", (E4M3.dtype,), _columns(16))
 ENCODED = CheckpointFormat(
     "NVFP4 (compressed-tensors)",
     (
-        Part("_packed", (torch.uint8,), _packed),
+        Part("_packed", (torch.uint8,), _columns(2)),
         _SCALE,
         Part("_global_scale", (torch.float32,), scalar, _invertible),
     ),
@@ -99,8 +94,8 @@ ENCODED = CheckpointFormat(
 )
 DECODED = CheckpointFormat(
     "NVFP4 (ModelOpt)",
-    (Part("", (torch.uint8,), _packed), _SCALE, Part("_scale_2", (torch.float32,), scalar)),
+    (Part("", (torch.uint8,), _columns(2)), _SCALE, Part("_scale_2", (torch.float32,), scalar)),
     NVFP4,
     _decoded,
-    _as_saved,
+    as_saved,
 )
