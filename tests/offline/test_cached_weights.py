@@ -8,7 +8,7 @@ import triton.language as tl
 
 from te_inductor.numerics.arithmetic import reciprocal
 from te_inductor.recipes import Quantizer
-from te_inductor.templates.triton import cached_weights
+from te_inductor.templates.triton import cached_weights, casting
 from te_inductor.templates.triton.cached_microscaled_kernels import cached_weights_cast_microscaled
 from tests.offline.harness import INTERPRETER, assert_words, generate
 from tests.support.cuda_code import spilled, triton
@@ -56,12 +56,7 @@ def test_cubins(scope, known, capability):
     without."""
     quantizer = Quantizer("e4m3", scope=scope)
     whole, by_row = scope == "tensor", scope == "row"
-    encode = {
-        "LARGEST": quantizer.format.max,
-        "EPSILON": 0.0,
-        "LARGEST_SCALE": quantizer.largest_scale(torch.bfloat16),
-        "POWER_2": False,
-    }
+    encode = {"SCALING": casting.scaling(quantizer, torch.bfloat16)}
     cast = TILE | encode | {"ELEMENT": tl.float8e4nv, "WHOLE": whole, "BY_ROW": by_row, "KNOWN": known}
     made = compiled(
         cached_weights.cached_weights_cast, cast, cached_weights.WARPS, capability, cached_weights.REGISTERS

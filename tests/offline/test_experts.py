@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from te_inductor.templates.triton import experts_rows, group_strips  # noqa: E402
+from te_inductor.templates.triton import casting, experts_rows, group_strips  # noqa: E402
 from te_inductor.templates.triton import grouped_casts as kernels  # noqa: E402
 
 M, T, DIM, HIDDEN, EXPERTS = 131072, 16384, 2048, 768, 128  # of tests/offline/cases/experts.py
@@ -57,7 +57,7 @@ def test_cubins(name):
     constants = {
         "MODE": mode, "GATHERED": gathered, "GROUPED": mode == kernels.OF_COLUMNS, "OF_EXPERTS": True,
         "TRANSPOSED": True, "ELEMENT": tl.uint8 if of_bytes else tl.float8e4nv, "TILE": kernels.TILE, "WIDE": wide,
-        "PAIRED": True, "stride_c": 1, **kernels.arithmetic(quantizer, torch.bfloat16),
+        "PAIRED": True, "stride_c": 1, "SCALING": casting.scaling(quantizer, torch.bfloat16),
     }  # fmt: skip
     types = {"source": "*i32", "tile_groups": "*i32", "scale": "*fp32"}
     types |= {"x": "*u8", "out": "*u8"} if of_bytes else {"x": "*bf16", "out": "*fp8e4nv"}
@@ -77,7 +77,7 @@ def test_cubins_of_rows(columns):
     config, block = experts_rows.config_of(columns), triton.next_power_of_2(columns)
     constants = {
         "SPAN": config.span, "ROWS": max(config.elements // block, 1), "BLOCK": block, "ELEMENT": tl.float8e4nv,
-        **kernels.arithmetic(Quantizer("e4m3", scope="row"), torch.bfloat16),
+        "SCALING": casting.scaling(Quantizer("e4m3", scope="row"), torch.bfloat16),
     }  # fmt: skip
     types = {"x": "*bf16", "out": "*fp8e4nv", "scale_inv": "*fp32", "amax": "*i32"}
     multiples = {"wide", "stride_e", "stride_r", "leading", *types}
@@ -93,7 +93,7 @@ def test_cubin_of_strips():
     """Two loops over a group's rows: both load 16 bytes a thread, and the second stores pairs of the transpose."""
     constants = {
         "ELEMENT": tl.float8e4nv, "TILE": kernels.TILE, "WIDE": kernels.COLUMNS, "stride_c": 1,
-        **kernels.arithmetic(Quantizer("e4m3", scope="row"), torch.bfloat16),
+        "SCALING": casting.scaling(Quantizer("e4m3", scope="row"), torch.bfloat16),
     }  # fmt: skip
     types = {"x": "*bf16", "source": "*i32", "starts": "*i32", "scale_inv": "*fp32", "out": "*fp8e4nv"}
     multiples = {"wide", "stride_r", "leading", *types}

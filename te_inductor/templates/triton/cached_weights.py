@@ -33,6 +33,7 @@ from te_inductor.runtime.weights.cached_weights import (
     matrices,
     tiles,
 )
+from te_inductor.templates.triton import casting
 from te_inductor.templates.triton.cached_microscaled_kernels import cached_weights_cast_microscaled
 from te_inductor.templates.triton.cached_tiles import ALIGNED_COLUMNS
 from te_inductor.templates.triton.cached_weights_kernels import (
@@ -46,7 +47,6 @@ from te_inductor.templates.triton.launcher import launcher
 WARPS, SCALES = 4, 1024  # of a tile; that a program computes
 REGISTERS = 168  # of a thread of `cached_weights_cast`, so that a multiprocessor has three tiles
 
-_ELEMENTS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5, torch.uint8: tl.uint8}
 _INPUTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -191,14 +191,9 @@ def _decided(
 def _launch(table: _Table, kind: _Kind) -> None:
     quantizer, scope = kind.quantizer, kind.quantizer.granularity
     programs, tile = len(table.programs), {"INPUT": _INPUTS[kind.dtype], "TILE": TILE, "ALIGNED": table.aligned}
-    encode = {
-        "LARGEST": quantizer.format.max,
-        "EPSILON": quantizer.amax_epsilon,
-        "LARGEST_SCALE": quantizer.largest_scale(kind.dtype),
-        "POWER_2": quantizer.power_2_scale,
-    }
+    encode = {"SCALING": casting.scaling(quantizer, kind.dtype)}
     stale, scale, scales = (None, None, None) if kind.tiled else _decided(table, scope, tile, encode)
-    element = _ELEMENTS[quantizer.format.dtype]
+    element = casting.ELEMENTS[quantizer.format.dtype]
     if scope.microscaled:
         run = launcher(
             cached_weights_cast_microscaled,

@@ -50,10 +50,7 @@ def cached_weights_decide(
     scale,  # (W,) fp32, where WHOLE
     WHOLE: tl.constexpr,
     TWO_LEVEL: tl.constexpr,  # whether the copies have an amax beside their scales
-    LARGEST: tl.constexpr,
-    EPSILON: tl.constexpr,
-    LARGEST_SCALE: tl.constexpr,
-    POWER_2: tl.constexpr,
+    SCALING: tl.constexpr,
 ):
     weight = tl.program_id(0)
     row = weights + weight * tiles.WEIGHT_COLUMNS
@@ -65,7 +62,7 @@ def cached_weights_decide(
         if TWO_LEVEL:
             tl.store(tl.load(row + tiles.W_AMAX).to(tl.pointer_type(tl.float32)), largest)
         if WHOLE:
-            factor = casting.encode(largest, LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
+            factor = casting.encode(largest, SCALING)
             tl.store(scale + weight, factor)
             _store_inverse(tl.load(row + tiles.W_SCALE_INV), tl.load(row + tiles.W_SCALE_INV_T), factor)
 
@@ -77,10 +74,7 @@ def cached_weights_scales(
     amaxes,  # int32: of each weight its rows' and its columns', which become encode scales
     chunks,  # programs of a weight
     BLOCK: tl.constexpr,
-    LARGEST: tl.constexpr,
-    EPSILON: tl.constexpr,
-    LARGEST_SCALE: tl.constexpr,
-    POWER_2: tl.constexpr,
+    SCALING: tl.constexpr,
 ):
     weight = tl.program_id(0) // chunks
     row = weights + weight * tiles.WEIGHT_COLUMNS
@@ -90,7 +84,7 @@ def cached_weights_scales(
     inside = place < ROWS + tl.load(row + tiles.W_COLUMNS)
     pointer = amaxes + tl.load(row + tiles.W_AMAXES) + place
     bits = tl.load(pointer, mask=inside, other=0)
-    factor = casting.encode(bits.to(tl.float32, bitcast=True), LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
+    factor = casting.encode(bits.to(tl.float32, bitcast=True), SCALING)
     tl.store(pointer, factor.to(tl.int32, bitcast=True), mask=inside)
     data, data_t = tl.load(row + tiles.W_SCALE_INV), tl.load(row + tiles.W_SCALE_INV_T)
     tl.store(data.to(tl.pointer_type(tl.float32)) + place, casting.inverse(factor), mask=(place < ROWS) & (data != 0))
@@ -112,10 +106,7 @@ def cached_weights_cast(
     BY_ROW: tl.constexpr,
     KNOWN: tl.constexpr,  # whether delayed scaling gives the scale
     ALIGNED: tl.constexpr,
-    LARGEST: tl.constexpr,
-    EPSILON: tl.constexpr,
-    LARGEST_SCALE: tl.constexpr,
-    POWER_2: tl.constexpr,
+    SCALING: tl.constexpr,
 ):
     row = parameters + tl.load(programs + tl.program_id(0)) * tiles.PARAMETER_COLUMNS
     if BY_ROW or (WHOLE and not KNOWN):
@@ -160,12 +151,12 @@ def cached_weights_cast(
             f0 = tl.load(scale + tl.load(row + tiles.P_WEIGHT))
         else:
             largest = tl.max(tiles.larger(tiles.magnitudes(x0), tiles.magnitudes(x1))).to(tl.float32, bitcast=True)
-            f0 = casting.encode(largest, LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
+            f0 = casting.encode(largest, SCALING)
             _store_block(row, casting.inverse(f0), top // TILE, left // TILE, COLUMNS, TILE)
         f1 = f0
     cast0, cast1 = (
-        casting.cast(tiles.product(x0, f0), LARGEST, ELEMENT),
-        casting.cast(tiles.product(x1, f1), LARGEST, ELEMENT),
+        casting.cast(tiles.product(x0, f0), SCALING[0], ELEMENT),
+        casting.cast(tiles.product(x1, f1), SCALING[0], ELEMENT),
     )
     data, has_data, leading = tiles.target(row + tiles.P_DATA, row + tiles.P_LEADING, top, left, ELEMENT, ALIGNED)
     if has_data:
@@ -180,8 +171,8 @@ def cached_weights_cast(
     if has_data_t:
         if BY_ROW:
             cast0, cast1 = (
-                casting.cast(tiles.product(x0, f_t), LARGEST, ELEMENT),
-                casting.cast(tiles.product(x1, f_t), LARGEST, ELEMENT),
+                casting.cast(tiles.product(x0, f_t), SCALING[0], ELEMENT),
+                casting.cast(tiles.product(x1, f_t), SCALING[0], ELEMENT),
             )
         _store_columns(cast0, cast1, data_t, leading_t, ROWS - top, COLUMNS - left, TILE, ALIGNED)
 

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from te_inductor.recipes.quantizers import Quantizer
 from te_inductor.templates.triton.ptx import (
     CAST_CONSTRAINTS,
     CAST_PACK,
@@ -26,11 +27,24 @@ _EXP2, _LOG2_E = tl.constexpr("ex2.approx.ftz.f32 $0, $1;"), tl.constexpr(math.l
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
+ELEMENTS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5, torch.uint8: tl.uint8}
+
+
+def scaling(quantizer: Quantizer, dtype: torch.dtype) -> tuple[float, float, float, bool]:
+    """What `encode` is told of a quantizer that casts tensors of a dtype: the kernels' SCALING."""
+    largest, epsilon = quantizer.format.max, float(quantizer.amax_epsilon)
+    return largest, epsilon, quantizer.largest_scale(dtype), quantizer.power_2_scale
+
+
 @triton.jit
-def encode(amax, LARGEST: tl.constexpr, EPSILON: tl.constexpr, LARGEST_SCALE: tl.constexpr, POWER_2: tl.constexpr):
+def encode(amax, SCALING: tl.constexpr):
     """Computes what `arithmetic.encode_scale` does. The double quotient of fp32 values, rounded to fp32, is the
     correctly rounded one; Triton's own fp32 division may be off by 2 ulp. A power of two is found without one, as by
     `lowerings.values`."""
+    LARGEST: tl.constexpr = SCALING[0]
+    EPSILON: tl.constexpr = SCALING[1]
+    LARGEST_SCALE: tl.constexpr = SCALING[2]
+    POWER_2: tl.constexpr = SCALING[3]
     amax = tl.where(amax < EPSILON, EPSILON, amax)
     if POWER_2:
         quotient = tl.full((), LARGEST, tl.float32).to(tl.int32, bitcast=True) - amax.to(tl.int32, bitcast=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from te_inductor.recipes.quantizers import Quantizer
 from te_inductor.templates.triton import cached_tiles as tiles
 from te_inductor.templates.triton import casting
-from te_inductor.templates.triton.grouped_casts import ELEMENTS, arithmetic, scales_of_amaxes
+from te_inductor.templates.triton.grouped_casts import scales_of_amaxes
 from te_inductor.templates.triton.launcher import launcher
 
 COLUMNS = 16384  # at most, so that registers hold a row
@@ -61,8 +61,8 @@ def quantize_experts_rows(
         SPAN=span,
         ROWS=together,
         BLOCK=block,
-        ELEMENT=ELEMENTS[out.dtype],
-        **arithmetic(quantizer, w.dtype),
+        ELEMENT=casting.ELEMENTS[out.dtype],
+        SCALING=casting.scaling(quantizer, w.dtype),
         num_warps=max(together * block // config.of_warp, 1),
         maxnreg=config.registers,
     )
@@ -102,10 +102,7 @@ def _rows_kernel(
     ROWS: tl.constexpr,  # of those, at a time
     BLOCK: tl.constexpr,  # columns, and more
     ELEMENT: tl.constexpr,
-    LARGEST: tl.constexpr,
-    EPSILON: tl.constexpr,
-    LARGEST_SCALE: tl.constexpr,
-    POWER_2: tl.constexpr,
+    SCALING: tl.constexpr,
 ):
     down = tl.cdiv(high, SPAN)  # programs of an expert
     expert = (tl.program_id(0) // down).to(tl.int64)
@@ -122,8 +119,8 @@ def _rows_kernel(
         bits = tiles.magnitudes(values)
         of_columns = tiles.larger(of_columns, bits)
         largest = tl.max(bits, 1).to(tl.float32, bitcast=True)
-        factor = casting.encode(largest, LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
-        cast = casting.cast(tiles.product(values, factor[:, None]), LARGEST, ELEMENT)
+        factor = casting.encode(largest, SCALING)
+        cast = casting.cast(tiles.product(values, factor[:, None]), SCALING[0], ELEMENT)
         there = rows < high
         inside = there[:, None] & (columns < leading)[None, :]
         tl.store(out + rows[:, None].to(tl.int64) * leading + columns[None, :], cast, mask=inside)

@@ -20,9 +20,7 @@ from te_inductor.templates.triton import cached_tiles as tiles
 from te_inductor.templates.triton import casting
 from te_inductor.templates.triton.grouped_casts import (
     COLUMNS,
-    ELEMENTS,
     TILE,
-    arithmetic,
     elements,
     rows_of,
     store_transposed,
@@ -56,10 +54,10 @@ def quantize_groups_by_column(
     scale_inv = torch.empty((groups, columns), dtype=torch.float32, device=x.device)
     run = launcher(
         _strips_kernel,
-        ELEMENT=ELEMENTS[out.dtype],
+        ELEMENT=casting.ELEMENTS[out.dtype],
         TILE=TILE,
         WIDE=COLUMNS,
-        **arithmetic(quantizer, x.dtype),
+        SCALING=casting.scaling(quantizer, x.dtype),
         num_warps=_WARPS,
     )
     run(triton.cdiv(columns, COLUMNS) * groups, x, source, starts, scale_inv, out, columns, *x.stride(), out.shape[1])
@@ -80,10 +78,7 @@ def _strips_kernel(
     ELEMENT: tl.constexpr,
     TILE: tl.constexpr,
     WIDE: tl.constexpr,
-    LARGEST: tl.constexpr,
-    EPSILON: tl.constexpr,
-    LARGEST_SCALE: tl.constexpr,
-    POWER_2: tl.constexpr,
+    SCALING: tl.constexpr,
 ):
     across = tl.cdiv(wide, WIDE)  # programs of a group
     group, groups = tl.program_id(0) // across, tl.num_programs(0) // across
@@ -94,7 +89,7 @@ def _strips_kernel(
         lines, there = rows_of(x, source, tile * TILE + tl.arange(0, TILE), leading, stride_r, True)
         most = tiles.larger(most, tiles.magnitudes(elements(lines, there, columns, wide, stride_c).to(tl.float32)))
     largest = tl.max(most, 0).to(tl.float32, bitcast=True)
-    factor = casting.encode(largest, LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
+    factor = casting.encode(largest, SCALING)
     place = scale_inv + group.to(tl.int64) * wide + columns
     tl.store(place, casting.inverse(factor), mask=columns < wide)
     for back in range(begin, end):
@@ -104,8 +99,8 @@ def _strips_kernel(
         lines1, there1 = rows_of(x, source, even + 1, leading, stride_r, True)
         x0 = elements(lines0, there0, columns, wide, stride_c).to(tl.float32)
         x1 = elements(lines1, there1, columns, wide, stride_c).to(tl.float32)
-        cast0 = casting.cast(tiles.product(x0, factor[None, :]), LARGEST, ELEMENT)
-        cast1 = casting.cast(tiles.product(x1, factor[None, :]), LARGEST, ELEMENT)
+        cast0 = casting.cast(tiles.product(x0, factor[None, :]), SCALING[0], ELEMENT)
+        cast1 = casting.cast(tiles.product(x1, factor[None, :]), SCALING[0], ELEMENT)
         store_transposed(out, cast0, cast1, tile, columns, wide, leading, TILE, True)
     # There are as many tiles behind all groups as groups, at most: each program clears one.
     tile = tl.load(starts + groups) // TILE + group

@@ -94,20 +94,6 @@ def quantize_groups(
     return out, scale_inv
 
 
-def arithmetic(quantizer: Quantizer | None, dtype: torch.dtype) -> dict[str, float | bool]:
-    if quantizer is None:
-        return {"LARGEST": 1.0, "EPSILON": 0.0, "LARGEST_SCALE": 1.0, "POWER_2": False}
-    return {
-        "LARGEST": quantizer.format.max,
-        "EPSILON": float(quantizer.amax_epsilon),
-        "LARGEST_SCALE": quantizer.largest_scale(dtype),
-        "POWER_2": quantizer.power_2_scale,
-    }
-
-
-ELEMENTS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5, torch.uint8: tl.uint8}
-
-
 def _cast_tiles(
     x: Tensor,
     source: Tensor | None,
@@ -168,11 +154,11 @@ def _cast_launcher(
         GROUPED=grouped,
         OF_EXPERTS=of_experts,
         TRANSPOSED=transposed,
-        ELEMENT=ELEMENTS[element],
+        ELEMENT=casting.ELEMENTS[element],
         TILE=TILE,
         WIDE=wide,
         PAIRED=paired,
-        **arithmetic(None if fields is None else Quantizer(*fields), dtype),
+        SCALING=None if fields is None else casting.scaling(Quantizer(*fields), dtype),
         num_warps=8 if mode == SQUARE else 4,
     )
 
@@ -215,7 +201,7 @@ def _amax_launcher(gathered: bool) -> Launcher:
 
 @functools.cache
 def _scale_launcher(fields: tuple[Any, ...], dtype: torch.dtype) -> Launcher:
-    return Launcher(_scale_kernel, BLOCK=_BLOCK, **arithmetic(Quantizer(*fields), dtype), num_warps=4)
+    return Launcher(_scale_kernel, BLOCK=_BLOCK, SCALING=casting.scaling(Quantizer(*fields), dtype), num_warps=4)
 
 
 @triton.jit
@@ -292,14 +278,11 @@ def _scale_kernel(
     scale_inv,
     count,
     BLOCK: tl.constexpr,
-    LARGEST: tl.constexpr,
-    EPSILON: tl.constexpr,
-    LARGEST_SCALE: tl.constexpr,
-    POWER_2: tl.constexpr,
+    SCALING: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     bits = tl.load(amax + place, mask=place < count, other=0)
-    factor = casting.encode(bits.to(tl.float32, bitcast=True), LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
+    factor = casting.encode(bits.to(tl.float32, bitcast=True), SCALING)
     tl.store(scale + place, factor, mask=place < count)
     tl.store(scale_inv + place, casting.inverse(factor), mask=place < count)
 
@@ -326,10 +309,7 @@ def _cast_kernel(
     TILE: tl.constexpr,
     WIDE: tl.constexpr,
     PAIRED: tl.constexpr,
-    LARGEST: tl.constexpr,
-    EPSILON: tl.constexpr,
-    LARGEST_SCALE: tl.constexpr,
-    POWER_2: tl.constexpr,
+    SCALING: tl.constexpr,
 ):
     expert, row, column, down, across = tile_of(high, wide, TILE, WIDE)
     even = row * TILE + 2 * tl.arange(0, TILE // 2)
@@ -352,20 +332,16 @@ def _cast_kernel(
         else:
             bits = tiles.larger(tiles.magnitudes(x0), tiles.magnitudes(x1))
             if MODE == _TILE_COLUMNS:
-                found = casting.encode(
-                    tl.max(bits, 0).to(tl.float32, bitcast=True), LARGEST, EPSILON, LARGEST_SCALE, POWER_2
-                )
+                found = casting.encode(tl.max(bits, 0).to(tl.float32, bitcast=True), SCALING)
                 place = scale + row.to(tl.int64) * wide + columns
                 tl.store(place, casting.inverse(found), mask=columns < wide)
                 factor = found[None, :]
             else:
-                factor = casting.encode(
-                    tl.max(bits).to(tl.float32, bitcast=True), LARGEST, EPSILON, LARGEST_SCALE, POWER_2
-                )
+                factor = casting.encode(tl.max(bits).to(tl.float32, bitcast=True), SCALING)
                 block = column * down + row if TRANSPOSED else row * across + column
                 tl.store(scale + expert.to(tl.int64) * (down * across) + block, casting.inverse(factor))
-        x0 = casting.cast(tiles.product(x0, factor), LARGEST, ELEMENT)
-        x1 = casting.cast(tiles.product(x1, factor), LARGEST, ELEMENT)
+        x0 = casting.cast(tiles.product(x0, factor), SCALING[0], ELEMENT)
+        x1 = casting.cast(tiles.product(x1, factor), SCALING[0], ELEMENT)
     if TRANSPOSED:
         out += expert.to(tl.int64) * wide * leading
         store_transposed(out, x0, x1, row, columns, wide, leading, TILE, PAIRED)
