@@ -250,9 +250,9 @@ def amaxes_have_no_group(fqns: Iterable[str]) -> str:
     """The text of the warning about delayed scaling on several ranks that reduces nothing, as nobody says over what."""
     return (
         "te_inductor: amaxes of delayed scaling are not reduced over ranks, as the parameters of these sites are neither"
-        f" sharded (FSDP2, DTensor) nor in a DistributedDataParallel: {shown(fqns)}; each rank scales by its own; pass"
-        f" options={{'amax_group': …}}, a DeviceMesh, a ProcessGroup or its name, to reduce them, or {_LOCAL} where that"
-        " is meant"
+        " sharded (FSDP2, DTensor) nor in a DistributedDataParallel whose ranks run the same layers equally often (without"
+        f" find_unused_parameters and join()): {shown(fqns)}; each rank scales by its own; pass options={{'amax_group':"
+        f" …}}, a DeviceMesh, a ProcessGroup or its name, to reduce them, or {_LOCAL} where that is meant"
     )
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +86,8 @@ def inside_ddp() -> bool:
     return _active_ddp() is not None
 
 
+# With these DDP has its ranks run other layers than each other, or some of them more often than others.
+_RUN_APART = ("find_unused_parameters", "_join_config.enable")
 _ACTIVE_DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module")
 
 
@@ -99,10 +102,11 @@ def is_cut_by_ddp(gm: torch.fx.GraphModule) -> bool:
 
 
 def ddp_group_of(parameter: torch.Tensor) -> Any:
-    """The process group of the DistributedDataParallel whose forward runs, if it keeps this parameter equal; else
-    None. Where DDP cuts a graph, a piece knows its parameters as fake tensors: these are taken to be DDP's."""
+    """The process group of the DistributedDataParallel whose forward runs, if it keeps this parameter equal and its ranks
+    run the same layers equally often; else None. Where DDP cuts a graph, a piece knows its parameters as fake tensors:
+    these are taken to be DDP's."""
     ddp = _active_ddp()
-    if ddp is None:
+    if ddp is None or any(attrgetter(one)(ddp) for one in _RUN_APART):
         return None
     own = (*ddp._module_parameters, *ddp._delay_all_reduce_params)
     known = isinstance(parameter, FakeTensor) or any(one is parameter for one in own)
@@ -111,9 +115,10 @@ def ddp_group_of(parameter: torch.Tensor) -> Any:
 
 def guard_on_wrappers() -> None:
     """Have Dynamo compile anew where there is a default process group and was none, or the other way round, or where
-    another DistributedDataParallel's forward runs, if its process group is another one."""
+    another DistributedDataParallel's forward runs, if `ddp_group_of` finds another process group by it."""
     if not torch.distributed.is_available():
         return
     guard_on("torch.distributed.distributed_c10d", "GroupMember.WORLD", by_type=True)
     if inside_ddp():
-        guard_on(_ACTIVE_DDP[0], f"{_ACTIVE_DDP[1]}.process_group.group_name")
+        for one in ("process_group.group_name", *_RUN_APART):
+            guard_on(_ACTIVE_DDP[0], f"{_ACTIVE_DDP[1]}.{one}")

@@ -5,7 +5,8 @@ A scale is right for the ranks that compute with the same parameter: those over 
 that hold other parameters, as the other stages of a pipeline, have nothing to do with it, and reducing over all ranks
 would mix scales or wait for ever. So the default is found from the parameter: the mesh of FSDP2 or of a DTensor, or the
 process group of the DistributedDataParallel that runs. ``options["amax_group"]`` takes another one. Where there is
-neither, each rank keeps its own scales.
+neither, each rank keeps its own scales; so it does in a DistributedDataParallel with ``find_unused_parameters`` or in
+``join()``, whose ranks may run other layers, or one of them more often, and would take each other's amaxes.
 
 A graph knows process groups by name, since a name can stand in a graph and in the keys of compile caches. A mesh of
 several dimensions has a process group for each: the largest over all of its ranks is found dimension by dimension."""

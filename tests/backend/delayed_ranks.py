@@ -1,6 +1,7 @@
 """Cases of delayed scaling on two ranks, for test_ranks.py: amaxes of equal ranks, ranks that differ, state under FSDP2.
 Ranks see data of different magnitude."""
 
+import contextlib
 import warnings
 from typing import Any
 from unittest import mock
@@ -114,6 +115,29 @@ def differ(rank: Rank, kind: str) -> Any:
 def _amaxes(model: nn.Module) -> dict[str, float]:
     state = te_inductor.state_dict(model)
     return {key: round(value[-1].item(), 4) for key, value in state.items() if key.endswith("input.amax_history")}
+
+
+class Either(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x, first):
+        return self.first(x) if first else self.second(x)
+
+
+def apart(rank: Rank, kind: str) -> Any:
+    """The newest amaxes of the inputs, by layer, in a DDP whose ranks run another layer each in the last step ("unused"),
+    or of which the second one has a step more ("join")."""
+    unused = kind == "unused"
+    model = Either() if unused else Model(1)
+    ddp = DistributedDataParallel(model, find_unused_parameters=unused)
+    run = torch.compile(ddp, backend="te", options={"recipe": DelayedScaling(amax_history_len=4)})
+    with contextlib.nullcontext() if unused else ddp.join():
+        for step in range(3 if unused else 3 + rank.rank):
+            which = [step == 0 or (step == 2 and rank.rank == 0)] if unused else []
+            run(torch.full((8, 32), 1.0 + rank.rank + 10.0 * step), *which).sum().backward()
+    return _amaxes(model)
 
 
 class Block(nn.Module):

@@ -8,7 +8,7 @@ from tests.ranks import ranks, told_by
 
 MODULE, WORLD = "tests.backend.delayed_ranks", 2
 DIFFER = ("unequal", "pipeline", "no_compile")
-QUICK = ["trains plain", *(f"differ {kind}" for kind in DIFFER), "sharded blocks", "lost"]
+QUICK = ["trains plain", *(f"differ {kind}" for kind in DIFFER), "sharded blocks", "lost", "apart unused", "apart join"]
 OTHERS = "trains split,differ equal,differ more_graphs,differ other_order,sharded whole"
 told = told_by(MODULE, WORLD, ",".join(QUICK))
 others = told_by(MODULE, WORLD, OTHERS)
@@ -99,6 +99,13 @@ def test_a_graph_that_one_rank_has_is_its_own(others):
     assert first["model"] == second["model"] and first["model"]["0.input.amax_history"] == 2.0
     assert first["other"]["0.input.amax_history"] == 1.0 and second["other"] == {}
     assert [ABSENT in text for text in first["said"]] == [True] and second["said"] == []
+
+
+@pytest.mark.parametrize(("kind", "newest"), [("unused", [[21.0, 11.0], [2.0, 22.0]]), ("join", [[21.0], [32.0]])])
+def test_ranks_whose_ddp_lets_them_run_apart_keep_their_own_amaxes(kind, newest, told):
+    """Amaxes that were reduced would be those of another layer, or a gradient's bucket."""
+    assert [list(one.values()) for one in told[f"apart {kind}"]] == newest
+    assert [["find_unused_parameters" in text for text in said] for said in told.said(f"apart {kind}")] == [[True]] * 2
 
 
 def test_nobody_waits_for_a_rank_whose_compile_failed(told):
