@@ -12,7 +12,7 @@ import pytest
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 import te_inductor
-from tests.forked import ONE_THREAD, PROGRAMS
+from tests.forked import ONE_THREAD, PROGRAMS, TORCH, Server
 
 ROOT = Path(te_inductor.__file__).parents[1]
 
@@ -20,14 +20,14 @@ ROOT = Path(te_inductor.__file__).parents[1]
 def run(
     folder: Path, options: dict, artifacts: tuple[str, ...] = (), package: Path = ROOT, seed: str | None = None
 ) -> dict:
-    """The program's own account of itself, in a new process with its caches in `folder`; with an edited package, or a
-    seed of hashes, in one that is not forked."""
+    """The program's own account of itself, in a new process with its caches in `folder`; with a seed of hashes in
+    a fork of a process that has started with it, with an edited package in one that is not forked."""
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
     program = ("tests.backend.program", json.dumps(options), *artifacts)
-    if package == ROOT and seed is None:
-        done = PROGRAMS.run(*program, **environment)
+    if package == ROOT:
+        server = PROGRAMS if seed is None else Server(TORCH, PYTHONHASHSEED=seed)
+        done = server.run(*program, **environment)
     else:
-        environment |= {} if seed is None else {"PYTHONHASHSEED": seed}
         environment |= {**ONE_THREAD, "PYTHONPATH": f"{package}{os.pathsep}{ROOT}"}
         command = [sys.executable, "-m", *program]
         whole = {**os.environ, **environment}
