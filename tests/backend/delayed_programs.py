@@ -1,7 +1,10 @@
 """Programs under delayed scaling, for the tests of it: one layer beside its oracle, blocks, steps of training."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import te_inductor
 from te_inductor.recipes import DelayedScaling
@@ -69,6 +72,11 @@ class Blocks(nn.Module):
         for block in self.blocks:
             x = block(x) if self.wrap is None else self.wrap(block, x)
         return x
+
+
+def checkpointed(number: int = 1) -> Blocks:
+    """Blocks of which each is a checkpoint."""
+    return Blocks(partial(checkpoint, use_reentrant=False), number)
 
 
 def trained_steps(model: nn.Module, run, number: int = 3) -> list:

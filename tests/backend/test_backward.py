@@ -1,20 +1,18 @@
 """The option `backward`: which GEMM of a compiled model is in which precision, and what it composes with."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import te_inductor
 from te_inductor import errors, explain, recipes
 from te_inductor.passes.pre_grad.decide.cast_costs import BackwardGemm, Layer, Layers
 from te_inductor.passes.pre_grad.decide.size_rule import of_layers
 from te_inductor.targets import sm90
-from tests.backend.delayed_programs import Blocks
+from tests.backend.delayed_programs import checkpointed
 from tests.eager import quantized_as
 from tests.experts import FixedExperts
 from tests.recipes import every_recipe
@@ -99,7 +97,7 @@ def test_generated_code(name, backward, dtype):
 @pytest.mark.parametrize("backward", ["high_precision", "dequantized", "rowwise"])
 def test_a_checkpoint_with_weights_cast_once_and_totals(backward):
     more = {"weights": "once", "wgrad": "main_grad"}
-    model = with_totals(Blocks(partial(checkpoint, use_reentrant=False)))
+    model = with_totals(checkpointed())
     plain = copy.deepcopy(model)
     found = trained(te(model, backward=backward, **more), model, x := torch.randn(8, 32))
     expected = trained(te(plain, backward=backward), plain, x)

@@ -17,14 +17,13 @@ from torch import distributed as dist
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from te_inductor import explain, load_state_dict, state_dict, targets
 from te_inductor.errors import FallbackError, FallbackWarning, OptionError
 from te_inductor.passes.pre_grad.decide import cached_weights as decide
 from te_inductor.recipes import DelayedScaling, Float8BlockScaling, Quantizer, Slots
 from te_inductor.runtime.weights import cached_weights
-from tests.backend.delayed_programs import Blocks
+from tests.backend.delayed_programs import checkpointed
 from tests.support.cached_weights import RECIPES, Pair, te
 from tests.support.trained import Attention, mlp
 
@@ -184,7 +183,7 @@ class Tied(nn.Module):
 MODELS = {
     "conv1d": Conv1D,
     "merged": Attention,
-    "checkpoint": lambda: Blocks(partial(checkpoint, use_reentrant=False)),
+    "checkpoint": checkpointed,
     "autocast": Autocast,
     "tied": Tied,
 }

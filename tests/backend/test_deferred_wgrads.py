@@ -4,7 +4,6 @@ import copy
 import gc
 import warnings
 import weakref
-from functools import partial
 
 import pytest
 import torch
@@ -12,14 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import te_inductor
 from te_inductor import backward_dw, config, explain
 from te_inductor.errors import DeferredWgradError, FallbackWarning, MainGradError
 from te_inductor.lowerings.gemm import deferred_wgrads as lowering
 from te_inductor.runtime.gradients import deferred_wgrads
-from tests.backend.delayed_programs import Blocks
+from tests.backend.delayed_programs import checkpointed
 from tests.eager import quantized
 from tests.recipes import NAMES
 from tests.support.main_grads import te, with_totals
@@ -64,7 +62,7 @@ class Pair:
 MODELS = {
     "mlp": (mlp, 2, (8, 32)),
     "merged": (Attention, 2, (2, 4, 32)),
-    "checkpoint": (lambda: Blocks(partial(checkpoint, use_reentrant=False)), 4, (8, 32)),
+    "checkpoint": (checkpointed, 2, (8, 32)),
 }
 
 

@@ -1,18 +1,16 @@
 """Weight gradients that the backward adds to `main_grad` in fp32: options={"wgrad": "main_grad"}."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch
-from torch.utils.checkpoint import checkpoint
 
 from te_inductor import explain
 from te_inductor.errors import FallbackWarning, MainGradError, OptionError
-from tests.backend.delayed_programs import Blocks
+from tests.backend.delayed_programs import checkpointed
 from tests.support.main_grads import te, with_totals
 from tests.support.trained import Attention, mlp
 
@@ -50,7 +48,7 @@ class Pair:
 MODELS = {
     "mlp": mlp,
     "merged": Attention,
-    "checkpoint": lambda: Blocks(partial(checkpoint, use_reentrant=False)),
+    "checkpoint": checkpointed,
 }
 
 

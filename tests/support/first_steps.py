@@ -6,7 +6,7 @@ from torch import nn
 class Residual(nn.Module):
     """Deep enough that gradients which vanish in one layer are missing in those below."""
 
-    def __init__(self, width=64, layers=4, wrap=None):
+    def __init__(self, width=64, layers=2, wrap=None):
         super().__init__()
         self.up = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(layers))
         self.down = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(layers))
