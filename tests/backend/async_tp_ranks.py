@@ -18,7 +18,7 @@ from te_inductor.distributed import parallel
 from te_inductor.passes.post_grad import async_tp
 from te_inductor.recipes import DelayedScaling
 from tests.backend import parallel_ranks
-from tests.backend.parallel_ranks import LENGTH, Mlp, Outer
+from tests.support.parallel_layers import LENGTH, Mlp, Outer
 
 STEPS = 3
 _LIBRARY = torch.library.Library("symm_mem", "IMPL")

@@ -10,19 +10,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, loss_parallel, parallelize_module
 
 import te_inductor
 from te_inductor import compat, ops
@@ -30,43 +22,23 @@ from te_inductor.distributed import low_precision_all_gather
 from te_inductor.recipes import DelayedScaling
 from tests import ranks
 from tests.ranks import how, of_the_first_rank
+from tests.support.parallel_layers import (
+    BATCH,
+    HIDDEN,
+    LENGTH,
+    OWN_AND_SHARED,
+    PLAIN,
+    SEQUENCE,
+    WIDTH,
+    Checkpointed,
+    Head,
+    Mlp,
+    OfPlacements,
+    Outer,
+    OwnAndShared,
+)
 
-WIDTH, HIDDEN, BATCH, LENGTH = 64, 128, 2, 32
 _COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
-
-
-class Mlp(nn.Module):
-    def __init__(self, width: int = WIDTH, hidden: int = HIDDEN, bias: bool = False) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(width)
-        self.gate, self.up = nn.Linear(width, hidden, bias), nn.Linear(width, hidden, bias)
-        self.down = nn.Linear(hidden, width, bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x)
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class Outer(nn.Module):
-    """A root, whose children plans name."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-PLAIN = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
-SEQUENCE = {
-    "norm": SequenceParallel(),
-    "gate": ColwiseParallel(input_layouts=Shard(1)),
-    "up": ColwiseParallel(input_layouts=Shard(1)),
-    "down": RowwiseParallel(output_layouts=Shard(1)),
-}
 
 
 class Rank(ranks.Rank):
@@ -223,11 +195,6 @@ def with_gathers(rank: Rank, recipe: str) -> Any:
     return with_fsdp(rank, recipe, gathers=True)
 
 
-class Checkpointed(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
 def checkpointed(rank: Rank, recipe: str) -> Any:
     return rank.compared(Outer(Checkpointed()), SEQUENCE, recipe, dim=1)
 
@@ -235,15 +202,6 @@ def checkpointed(rank: Rank, recipe: str) -> Any:
 def symbolic(rank: Rank, recipe: str) -> Any:
     """Compares layers for a sequence of unknown length."""
     return rank.compared(Outer(Mlp()), SEQUENCE, recipe, dim=1, dynamic=True)
-
-
-class Head(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 96, bias=False)
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), target.flatten())
 
 
 def loss(rank: Rank, recipe: str) -> Any:
@@ -271,18 +229,6 @@ def loss(rank: Rank, recipe: str) -> Any:
         (model.head.weight.grad.full_tensor(), one.head.weight.grad),
     ]
     return {"off": [_off(a.detach(), b.detach()) for a, b in pairs], "low": low, "wire": rank.wire(graphs)}
-
-
-class OfPlacements(nn.Module):
-    """A linear layer of a DTensor, whose placements are given."""
-
-    def __init__(self, mesh: Any, weight: Any, rows: int = 64, bias: Any = None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(distribute_tensor(torch.randn(rows, 64), mesh, weight))
-        self.bias = None if bias is None else nn.Parameter(distribute_tensor(torch.randn(rows), mesh, bias))
-
-    def forward(self, x: DTensor) -> DTensor:
-        return F.linear(x, self.weight, self.bias)
 
 
 def refused(rank: Rank) -> Any:
@@ -391,22 +337,6 @@ def llama(rank: Rank, recipe: str) -> Any:
         "low": low,
         "wire": rank.wire(graphs),
     }
-
-
-class OwnAndShared(nn.Module):
-    """A layer that each rank has for itself, which reads rows of its own too, in front of two that the ranks have
-    together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own = nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
-        return self.down(self.up(self.own(x)).relu()) + self.own(rows).mean()
-
-
-OWN_AND_SHARED = {"up": ColwiseParallel(input_layouts=Shard(0)), "down": RowwiseParallel(output_layouts=Shard(0))}
 
 
 def masked(rank: Rank) -> Any:

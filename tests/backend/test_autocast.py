@@ -17,7 +17,7 @@ second backward with retain_graph                                      test_auto
                                                                        test_delayed_backward.py: test_retain_graph
 `assert` for user errors                                               test_options.py:
                                                                        test_no_error_of_the_user_is_an_assert
-constructor options that are silently ignored                          test_options.py: test_no_field_is_ignored;
+constructor options that are silently ignored                          test_recipe_fields.py: test_no_field_is_ignored;
                                                                        numerics/test_delayed.py
 non-contiguous main_grad                                               test_main_grad.py: test_totals_that_do_not_fit
 padding done outside the op that corrupts the loss                     test_autograd.py: test_a_loss_over_padded_layers

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from te_inductor import explain
 from tests.experts import EACH, HIDDEN, TOKENS, MoE, grouped_mm
 from tests.support import autograd
 
@@ -58,3 +59,14 @@ class Biased(MoE):
             y = y + self.bias[ids]
         y = y * scores.flatten()[order][:, None]
         return y[torch.argsort(order)].view(-1, EACH, 32).sum(1)
+
+
+def sites(model, *inputs, **options) -> dict[str, tuple]:
+    """The sites by module path: recipe, kernel, how many are one GEMM, reason."""
+    report = explain(model, *inputs, options={"recipe": "current", **options})
+    assert report.failure is None, report.failure
+    return {
+        site.fqn: (site.recipe, site.kernel == "high_precision", len(site.merged), site.reason)
+        for site in report.sites
+        if site.gemm == "fprop"
+    }
