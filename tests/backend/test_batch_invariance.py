@@ -127,6 +127,35 @@ def test_what_is_not_reached_is_named():
         torch.compile(Others(), backend="te", options={**options, "fallback": "error"})(torch.randn(2, 8, 64))
 
 
+def causal(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=0.3)
+
+
+def in_autocast(q, k, v):
+    """Its numbers are those of bf16, a mask's smallest number of fp32 minus infinity among them."""
+    mask = torch.where(torch.arange(k.shape[2]) < 5, 0.0, torch.finfo(torch.float32).min).expand(q.shape[2], -1)
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.parametrize(
+    ("run", "queries", "keys"),
+    [(causal, 7, 9), (in_autocast, 7, 9), (causal, 7, 0), (causal, 0, 9)],
+    ids=["grouped", "autocast", "no keys", "no queries"],
+)
+def test_attention_is_what_torch_has(run, queries, keys):
+    torch.manual_seed(0)
+    sizes = (2, 6, queries, 16), (2, 2, keys, 16), (2, 2, keys, 16)
+    tensors = [torch.randn(one, requires_grad=True) for one in sizes]
+    compute = torch.compile(run, backend="te", options={"recipe": "none", "fallback": "error", **INVARIANT})
+    y, expected = compute(*tensors), run(*tensors)
+    rounding = 2.0**-6 if y.dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(y, expected, rtol=rounding, atol=rounding)
+    found, gradients = (torch.autograd.grad(one.float().square().sum(), tensors) for one in (y, expected))
+    torch.testing.assert_close(found, gradients, rtol=4 * rounding, atol=4 * rounding)
+
+
 @pytest.mark.usefixtures("without_tracing")
 def test_high_precision_is_rewritten_too():
     """The eager product adds up column by column, which a library does not."""

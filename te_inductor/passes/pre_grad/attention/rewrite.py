@@ -81,7 +81,7 @@ def _call_plainly(site: Attention) -> None:
 def _call_in_fixed_order(site: Attention) -> None:
     """Attention whose products are summed in one order."""
     call, node = site.call, site.call.node
-    operands: Any = (call.q, call.k, call.v, call.given, call.causal, call.known_scale)
+    operands: Any = (call.q, call.k, call.v, call.given, call.causal, call.known_scale, value(node).dtype)
     with node.graph.inserting_before(node):
         _take(site, node.graph.call_function(ops.fixed_attention, operands))
 
