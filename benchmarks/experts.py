@@ -84,7 +84,7 @@ def arm(name: str, recipe: str, args: argparse.Namespace) -> Arm:
         compiled = experts_peers.PEERS[recipe](model)
     else:
         options = {"recipe": recipe, "policy": {"gate": "none", "*": recipe} if args.forced else {}}
-        options |= {"mode": args.mode} if args.mode else {}
+        options |= {"saved": args.saved, **({"mode": args.mode} if args.mode else {})}
         compiled = torch.compile(model, backend=harness.te_backend(), options=options)
 
     def output() -> Tensor:
@@ -187,6 +187,7 @@ def main() -> None:
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="list the N slowest kernels of each arm")
     parser.add_argument("--mode", help="torch.compile's mode, for bf16 and te")
     parser.add_argument("--forced", action="store_true", help="a policy that names every layer but the router")
+    parser.add_argument("--saved", choices=("high_precision", "low_precision"), default="high_precision")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="a picture")

@@ -82,7 +82,12 @@ class Experts(nn.Module):
     """gate and up as one parameter or as two calls, and down."""
 
     def __init__(
-        self, form: str = "transpose", split: bool = False, inner: int = INNER, experts: int = EXPERTS
+        self,
+        form: str = "transpose",
+        split: bool = False,
+        inner: int = INNER,
+        experts: int = EXPERTS,
+        hidden: int = HIDDEN,
     ) -> None:
         super().__init__()
         self.form, self.split = form, split
@@ -91,10 +96,10 @@ class Experts(nn.Module):
             return nn.Parameter(torch.randn(experts, *((n, k) if FORMS[form][1] else (k, n))) / k**0.5)
 
         if split:
-            self.w1, self.w3 = made(inner, HIDDEN), made(inner, HIDDEN)
+            self.w1, self.w3 = made(inner, hidden), made(inner, hidden)
         else:
-            self.gate_up_proj = made(2 * inner, HIDDEN)
-        self.down_proj = made(HIDDEN, inner)
+            self.gate_up_proj = made(2 * inner, hidden)
+        self.down_proj = made(hidden, inner)
 
     def product(self, x: Tensor, weights: list[Tensor], ends: Tensor) -> list[Tensor]:
         return [grouped_mm(x, FORMS[self.form][0](w), ends) for w in weights]
@@ -112,7 +117,7 @@ class MoE(nn.Module):
 
     def __init__(self, pick: str = "getitem", form: str = "transpose", split: bool = False, **more: Any) -> None:
         super().__init__()
-        self.gate = nn.Linear(HIDDEN, more.get("experts", EXPERTS), bias=False)
+        self.gate = nn.Linear(more.get("hidden", HIDDEN), more.get("experts", EXPERTS), bias=False)
         self.experts = Experts(form, split, **more)
         self.pick, self.dropped = pick, 0
 
@@ -127,7 +132,7 @@ class MoE(nn.Module):
         y = y * scores.flatten()[order][:, None]
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=x.device)
-        return y[back].view(-1, EACH, HIDDEN).sum(1)
+        return y[back].view(-1, EACH, x.shape[1]).sum(1)
 
 
 class _Reference(Experts):

@@ -16,6 +16,7 @@ from te_inductor.errors import FallbackWarning, OptionError
 from te_inductor.passes.joint import low_precision_saves
 from te_inductor.passes.joint.low_precision_saves import SavingPartitioner
 from tests import uncompiled
+from tests.experts import MoE
 from tests.ranks import told_by
 
 pytestmark = pytest.mark.usefixtures("decomposed", "no_caches")
@@ -53,10 +54,10 @@ def blocks():
     return nn.Sequential(nn.Linear(HIDDEN, HIDDEN), Block(), Block()).bfloat16()
 
 
-def step(model, tokens=128, recipe="delayed", **options):
+def step(model, shape=(1, 128), recipe="delayed", **options):
     """The bytes that the second call saves, parameters and inputs apart, and the gradients."""
     torch._dynamo.reset()
-    x = torch.randn(1, tokens, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x = torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), x)}
     held = {}
 
@@ -92,6 +93,19 @@ def test_a_block_saves_less(recipe):
     low, by_low = step(model, recipe=recipe, saved="low_precision", fallback="error")
     share = 0.57 if recipe == "delayed" else 0.7  # with scales of blocks, copies of layers' inputs are saved too
     assert low < 0.78 * fp8 and low < share * high, (high, fp8, low)
+    assert 0 < error(by_low, by_fp8) < error(by_fp8, exact), (error(by_low, by_fp8), error(by_fp8, exact))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_experts_save_less(recipe):
+    """Gate and up of experts, and what experts give, which the gradients of the router's weights read."""
+    torch.manual_seed(0)
+    model = nn.Sequential(MoE(inner=FFN // 2, hidden=HIDDEN), MoE(split=True, inner=FFN // 2, hidden=HIDDEN)).bfloat16()
+    given = {"recipe": recipe, "policy": {"*.gate": "none", "*": recipe}, "shape": (256,)}
+    high, exact = step(model, recipe="none", shape=(256,))
+    fp8, by_fp8 = step(model, **given)
+    low, by_low = step(model, **given, saved="low_precision", fallback="error")
+    assert low < 0.62 * fp8 and low < 0.46 * high, (high, fp8, low)
     assert 0 < error(by_low, by_fp8) < error(by_fp8, exact), (error(by_low, by_fp8), error(by_fp8, exact))
 
 

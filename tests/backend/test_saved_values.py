@@ -56,7 +56,36 @@ class SiluByReciprocal(torch.autograd.Function):
         return grad * sigmoid * (1 + x * (1 - sigmoid))
 
 
+class Chosen(torch.autograd.Function):
+    """SiLU's rows in another order, of which the backward takes those that it reads, as experts' rows are."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return F.silu(x)[order()]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        x = x[order()]
+        sigmoid = x.sigmoid()
+        return torch.empty_like(grad).index_put((order(),), grad * sigmoid * (1 + x * (1 - sigmoid)))
+
+
+def order():
+    return torch.arange(ROWS) ^ 5
+
+
+def by_mask(shape, size, where=lambda mask, x: torch.where(mask, x, 0)):
+    """A product with what a mask leaves of a value, whose shape the mask is."""
+    return lambda x: F.silu(x) * where((torch.arange(size) % 3 > 0).view(shape), x)
+
+
 CAST = {
+    "rows by an index": Chosen.apply,
+    "rows by a mask": by_mask((-1, 1), ROWS),
+    "rows by a mask's other side": by_mask((-1, 1), ROWS, lambda mask, x: torch.where(mask, torch.zeros_like(x), x)),
+    "rows of halves by a mask": lambda x: by_mask((-1, 1), ROWS)(x[:, : COLUMNS // 2]).repeat(1, 2),
     "silu": F.silu,
     "silu by a reciprocal": SiluByReciprocal.apply,
     "swiglu by a reciprocal": lambda x: SiluByReciprocal.apply(x[:, : COLUMNS // 2]) * x[:, COLUMNS // 2 :],
@@ -96,6 +125,23 @@ REFUSED = {  # and by which operator of the backward
     "a difference": (lambda x: (x - 1000).square(), None, "sub"),
     "the largest": (lambda x: x.amax(-1, keepdim=True), None, "eq"),
     "softmax": (lambda x: x.softmax(-1), torch.square, "softmax|fma"),
+    "elements by a mask": (by_mask((1, -1), COLUMNS), lambda x: x, "where"),
+    "columns by a mask": (
+        by_mask((-1, 1), COLUMNS, lambda mask, x: torch.where(mask, x.t(), 0).t()),
+        lambda x: x,
+        "where",
+    ),
+    "parts of rows by a mask": (
+        by_mask((-1, 1), 2 * ROWS, lambda mask, x: torch.where(mask, x.view(2 * ROWS, -1), 0).view(ROWS, -1)),
+        lambda x: x,
+        "where",
+    ),
+    "rows by a mask of their own": (lambda x: F.silu(x) * torch.where(x[:, :1] > 0, x, 0), lambda x: x, "gt"),
+    "rows by a mask, of others": (
+        by_mask((-1, 1), ROWS, lambda mask, x: torch.where(mask, x, 1)),
+        lambda x: x,
+        "where",
+    ),
     "of many": (
         lambda x: x.unsqueeze(0).sigmoid(),
         lambda x: x * torch.linspace(1, 2, 4)[:, None, None],

@@ -17,12 +17,17 @@ these would give other numbers:
   from the mean or a loss's from its target. Where all readers read the difference, that is saved in the value's place;
 - exponentials, sines: an error of a large argument is a factor of the result. `1 / (1 + exp(-x))` is a sigmoid, and
   `exp(-x^2)` decays;
-- products of matrices, softmax, attention, normalization over rows, indices: these add up errors, or rely on sums.
+- products of matrices, softmax, attention, normalization over rows: these add up errors, or rely on sums.
+
+A choice of rows, by an index or by a mask that puts zeros in the place of the others, keeps their kind: experts' rows
+that a token's gradient meets, or that belong to a group. A choice of single elements is refused: what is infinite or
+NaN makes its whole block NaN, where a mask that leaves it out keeps the gradients of its neighbours.
 
 Layers' inputs are computed again in the backward of such a value, and cast from it: that is one more rounding."""
 
 import enum
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +54,15 @@ _PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
 _SUMS = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar)
 _QUOTIENTS = (aten.div.Tensor, aten.div.Scalar)
 _POWERS = (aten.pow.Tensor_Scalar,)
+_CHOICES = (aten.index.Tensor, aten.where.self)
+_OF_ROWS = (  # views whose rows are those of what they view, where the last dimension is as long
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+)
+_PARTS = (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default)
 _BOUNDED = (aten.sigmoid.default, aten.tanh.default, aten.erf.default, aten.erfc.default)
 _FILLS: dict[Any, int] = {aten.full.default: 1, aten.scalar_tensor.default: 0}  # with the place of the number
 _ENDS = QUANTIZE | {ops.quantize_groups, ops.transpose_groups}  # copies of a layer's input
@@ -251,7 +265,7 @@ def _of_readers(value: fx.Node, later: set[fx.Node], cast: set[fx.Node]) -> Refu
             if not _is_factor(node, operands):
                 return Refusal("%s of the backward reads it beside a gradient", _name(node))
             continue
-        kind = _kind(node, kinds)
+        kind = _choice(node, value, kinds) if node.target in _CHOICES else _kind(node, kinds)
         if kind is None:
             return Refusal("%s of the backward computes with it", _name(node))
         kinds[node] = kind
@@ -352,6 +366,42 @@ def _is_bias(node: fx.Node, other: Any) -> bool:
     vector = isinstance(other, fx.Node) and other.op == "placeholder" and tensor_of(other).dim() == 1  # type: ignore[union-attr]
     behind = reached([node], lambda one: one.users if is_view(one) or is_cast(one) or one is node else ())
     return vector and all(one.target in _ENDS for one in behind if not (is_view(one) or is_cast(one) or one is node))
+
+
+def _choice(node: fx.Node, value: fx.Node, kinds: dict[fx.Node, Dependence]) -> Dependence | None:
+    """The kind of a value's rows, of which an index or a mask chooses whole ones."""
+    args: Any = node.args
+    if node.target is aten.index.Tensor:
+        chosen, indices = args
+        numbers = [tensor_of(index) for index in indices if index is not None]
+        whole = len(indices) < tensor_of(chosen).dim() and all(one.dtype != torch.bool for one in numbers)  # type: ignore[union-attr]
+    else:
+        mask, (chosen, other) = args[0], args[1:] if args[1] in kinds else args[:0:-1]
+        whole = _number(other) == 0 and mask not in kinds and _is_one_a_row(mask)
+    return kinds[chosen] if whole and chosen in kinds and _has_rows(chosen, value, kinds) else None
+
+
+def _is_one_a_row(mask: fx.Node) -> bool:
+    value = tensor_of(mask)
+    assert value is not None
+    return value.dim() == 0 or _is_one(value.shape[-1]) or statically_known_true(value.stride(-1) == 0)
+
+
+def _has_rows(node: fx.Node, value: fx.Node, kinds: dict[fx.Node, Dependence]) -> bool:
+    """Whether each row of what is computed of a value is of one row of it, as rows lie in memory."""
+
+    def is_by_row(one: fx.Node) -> bool:
+        if one.target in _OF_ROWS:
+            sizes = [tensor_of(each).shape[-1] for each in (one, one.all_input_nodes[0])]  # type: ignore[union-attr]
+            return statically_known_true(sizes[0] == sizes[1])
+        by_row = (operator.getitem, *_PARTS, *_CHOICES, *_COPIES)
+        return one is value or is_pointwise(one) or one.target in by_row
+
+    between = reached(
+        [node], lambda one: () if one is value else [each for each in one.all_input_nodes if each in kinds]
+    )
+    order = in_memory_order(tensor_of(value))  # type: ignore[arg-type]
+    return order is not None and order[-1] == len(order) - 1 and all(map(is_by_row, between))
 
 
 def _decays(exp: fx.Node, kinds: dict[fx.Node, Dependence]) -> bool:
