@@ -127,9 +127,8 @@ def _read(name: str, tensors: Sequence[Tensor], weights: Sequence[nn.Parameter |
     of = weights[:2] if grouped else weights[-2:]
     weight = next((one for one in of if one is not None), None)
     k = a.shape[-1]
-    if (
-        weight is None or None not in of or k == 1
-    ):  # of two weights a weight is made, of columns and rows an outer product
+    # Two weights make a weight, and a column and a row make an outer product.
+    if weight is None or None not in of or k == 1:
         return
     n = b.shape[-1] if b.dim() > 1 else 1
     m = math.prod(a.shape[-2:-1]) if grouped else math.prod(a.shape[:-1])

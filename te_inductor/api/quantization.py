@@ -61,16 +61,13 @@ class MultipliedWeight:
         rows, columns = self.weight.shape[-2:]
         return (None, columns, rows) if self.weight.dim() == 3 and self.transposed else (None, rows, columns)
 
-    def stored(self, recipe: Recipe, *shared: Any) -> nn.Parameter:
-        """The weight as it is stored, with what it shares with others."""
-        with torch.no_grad():
-            weight = self.weight.detach()
-            made = (
-                stored_experts.store(weight, recipe, self.transposed)
-                if weight.dim() == 3
-                else store(weight, recipe, *shared)
-            )
-            return as_parameter(made)
+    @torch.no_grad()
+    def stored(self, recipe: Recipe, shared: Sequence[Any] = (), weight: Tensor | None = None) -> StoredWeight:
+        """The weight, or what it is gathered to, as it is stored with what it shares with others."""
+        weight = self.weight.detach() if weight is None else weight
+        if weight.dim() == 3:
+            return stored_experts.store(weight, recipe, self.transposed)
+        return store(weight, recipe, *shared)
 
 
 def quantize_(
@@ -194,7 +191,7 @@ def _replace(chosen: Sequence[tuple[MultipliedWeight, Recipe]]) -> None:
             for held, recipe in together:
                 weight = held.weight
                 if weight not in done:
-                    done[weight] = held.stored(recipe, *shared)
+                    done[weight] = as_parameter(held.stored(recipe, shared))
                 setattr(held.module, held.parameter, done[weight])
                 show_stored(held.module)
                 advance()

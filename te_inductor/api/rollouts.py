@@ -22,7 +22,7 @@ from te_inductor.api.quantization import (
 from te_inductor.config import Fallback
 from te_inductor.errors import OptionError, StoredWeightError, wrong_type
 from te_inductor.ops.stored_again import Rewriter, are_finite
-from te_inductor.ops.stored_weight import StoredWeight, show_stored
+from te_inductor.ops.stored_weight import StoredWeight, as_parameter, show_stored
 from te_inductor.passes.pre_grad.decide.policy import Policy
 from te_inductor.presentation.paths import layer_path
 from te_inductor.recipes import Recipe
@@ -224,7 +224,7 @@ class _Group:
             if isinstance(held, StoredWeight):
                 yield held, one.source.weight, shared
             else:
-                setattr(one.view.module, one.view.parameter, one.source.stored(one.recipe, *shared))
+                setattr(one.view.module, one.view.parameter, as_parameter(one.source.stored(one.recipe, shared)))
 
 
 def _store(

@@ -22,8 +22,7 @@ from te_inductor.api.quantization import (
 )
 from te_inductor.api.written_checkpoints import CheckpointWriter, StoredTensor, writer_of
 from te_inductor.errors import OptionError, StoredWeightError, wrong_type
-from te_inductor.ops import stored_experts
-from te_inductor.ops.stored_weight import StoredWeight, kind_of, store
+from te_inductor.ops.stored_weight import StoredWeight, kind_of
 from te_inductor.passes.pre_grad.decide.policy import Policy
 from te_inductor.presentation.paths import layer_path
 from te_inductor.recipes import Recipe
@@ -183,11 +182,8 @@ def _stored(plan: _Plan, together: list[tuple[MultipliedWeight, Recipe]]) -> Ite
         shared = kind_of(together[0][1]).shared(whole) if whole[1:] else ()
     for (held, recipe), name in zip(together, names, strict=True):
         weight = whole.pop(0)
+        made = held.stored(recipe, shared, weight)
         with torch.no_grad():
-            if weight.dim() == 3:
-                made: StoredWeight = stored_experts.store(weight, recipe, held.transposed)
-            else:
-                made = store(weight, recipe, *shared)
             tensors = list(plan.writer.tensors(name, made))
         del weight, made
         yield from tensors

@@ -31,9 +31,7 @@ class StatisticsLog:
     path: str | Path | None = None
     board: Any = None  # what has `add_scalar(name, value, step)`, as TensorBoard's SummaryWriter
     every: int = 100  # steps
-    batch: Sequence[Any] | Mapping[str, Any] | None = (
-        None  # of a sample each time, which costs a step in high precision
-    )
+    batch: Sequence[Any] | Mapping[str, Any] | None = None  # a sample each time, which costs a step in high precision
     options: Mapping[str, Any] | None = None  # of the compile, for a sample of a model that a framework compiles
     _last: int | None = None
 

@@ -49,6 +49,7 @@ REGISTERS = {1: 208, 2: 208, 3: 136}
 ALIGNED = 16
 
 Shape = tuple[int, int, int, int, bool, int]  # the fields of a `Tile`
+Steps = tuple[tuple[PointwiseStep, ...], tuple[int, int]]  # the steps and the results of a `Gating`
 
 
 @constant
@@ -238,9 +239,7 @@ class Kernel:
     pingpong: bool
     added: str
     activation: tuple[PointwiseStep, ...] | None  # and a cast: an FP8 output
-    gating: tuple[tuple[PointwiseStep, ...], tuple[int, int]] | None = (
-        None  # steps and results of a `Gating`, and casts both ways
-    )
+    gating: Steps | None = None  # of a `Gating`, and casts both ways
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -267,7 +266,7 @@ def kernel_of(
     fast_accum: bool,
     added: str = NOTHING,
     activation: tuple[PointwiseStep, ...] | None = None,
-    gating: tuple[tuple[PointwiseStep, ...], tuple[int, int]] | None = None,
+    gating: Steps | None = None,
 ) -> Kernel:
     a_name, b_name, out_name = (str(dtype).removeprefix("torch.") for dtype in (a, b, out))
     shape = (tile.m, tile.n, tile.cluster_m, tile.cluster_n, tile.pingpong)

@@ -179,9 +179,7 @@ class Report(Printed):
     """Every site of a model. `print(report)` shows a table, `report.table(details=True)` is one with each layer."""
 
     sites: list[Site] = field(default_factory=list)
-    unused_policy: list[str] = field(
-        default_factory=list
-    )  # entries whose recipe no site has: globs, names of functions
+    unused_policy: list[str] = field(default_factory=list)  # globs, names of functions: no site has their recipe
     unmet: list[Unmet] = field(default_factory=list)
     attention: list[AttentionSite] = field(default_factory=list)
     losses: list[LossSite] = field(default_factory=list)

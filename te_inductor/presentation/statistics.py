@@ -22,9 +22,7 @@ class StepCounts:
     jumps: int  # those that moved the scale by a factor of more than 16
     own: int  # those that cast by own amaxes: first ones, and those that a guard chose
     kept_out: int  # those whose amax a guard has kept out of the history
-    excess: (
-        float  # the largest amax, in multiples of the largest value that its scale held; above 1 values were cut off
-    )
+    excess: float  # the largest amax, in multiples of the largest value that its scale held; above 1 it was cut off
 
     @property
     def misfits(self) -> int:

@@ -22,7 +22,7 @@ _E4M3_MAX, _E2M1_INVERSE = tl.constexpr(E4M3.max), tl.constexpr(reciprocal(E2M1.
 _INFINITY_CODE, _NAN_CODE = tl.constexpr(INFINITY_CODE), tl.constexpr(NAN_CODE)
 _SMALLEST_BITS = tl.constexpr(SMALLEST_BITS)
 _HALVES = tl.constexpr(2.0**22)  # fp32 values from there on are halves
-_PADDING = tl.constexpr(32)  # what copies are padded to, in tiles.elements
+_PADDING = tl.constexpr(32)  # what copies are padded to, in elements
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def cached_weights_cast_microscaled(
         amax = tl.load(tl.load(row + tiles.P_AMAX).to(tl.pointer_type(tl.float32)))
     else:
         stored = tiles.address_of_digest(row)
-        before = tl.load(stored)  # before the tiles.look, which takes longer
+        before = tl.load(stored)  # before the tile is read, which takes longer
         found, _, _, _, _, _ = tiles.look(row, INPUT, TILE, False, False, ALIGNED)
         if not tiles.replace_digest(stored, before, found):
             return

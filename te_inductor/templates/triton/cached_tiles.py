@@ -1,4 +1,4 @@
-"""One read of a tile of a weight, for kernels that serve all weights of a graph: where it is, its found, its
+"""One read of a tile of a weight, for kernels that serve all weights of a graph: where the tile is, its digest, and its
 elements."""
 
 import triton

@@ -113,7 +113,7 @@ def cached_weights_cast(
         if tl.load(stale + tl.load(row + tiles.P_WEIGHT)) == 0:
             return
     else:
-        # Before the tiles.look, which takes longer.
+        # Before the tile is read, which takes longer.
         stored = tiles.address_of_digest(row)
         before = tl.load(stored)
         if KNOWN:

@@ -91,36 +91,27 @@ def _product(
         return torch.empty_like(y).index_copy_(0, order, y)
     config = config or cut(m, count, k, nvfp4=parts[0].dtype == torch.int16, by_ids=ids is not None)
     out = x.new_empty((m, n), dtype=out_dtype)
-    if m:
-        run = made(EVEN=k % config.block_k == 0, **_constants(m, count, ids, config, assembly))
-        given = *_rows_given(x, ends, ids), *parts
-        run(_programs(m, n, count, ends, config), *given, out, m, n, k, count, *x.stride())
-    return out
-
-
-def _rows_given(x: Tensor, ends: Tensor | None, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    if not m:
+        return out
+    run = made(
+        EVEN=k % config.block_k == 0,
+        ASSEMBLY=assembly,
+        IDS=ids is not None,
+        GROUPS=triton.next_power_of_2(count if ids is None else m),
+        ROWS=config.rows,
+        BLOCK_N=BLOCK_N,
+        BLOCK_K=config.block_k,
+        STAGES=config.stages,
+        num_warps=config.warps,
+        launch_pdl=assembly,
+    )
     groups = ends if ids is None else ids
     assert groups is not None
-    return x, groups.contiguous()
-
-
-def _programs(m: int, n: int, count: int, ends: Tensor | None, config: ExpertsConfig) -> int:
     # One program more for rows behind the last group. Neighbours read the same of a weight that has several tiles.
-    return (m if ends is None else tiles(m, count, config.rows) + 1) * triton.cdiv(n, BLOCK_N)
-
-
-def _constants(m: int, count: int, ids: Tensor | None, config: ExpertsConfig, assembly: bool) -> dict[str, object]:
-    return {
-        "ASSEMBLY": assembly,
-        "IDS": ids is not None,
-        "GROUPS": triton.next_power_of_2(count if ids is None else m),
-        "ROWS": config.rows,
-        "BLOCK_N": BLOCK_N,
-        "BLOCK_K": config.block_k,
-        "STAGES": config.stages,
-        "num_warps": config.warps,
-        "launch_pdl": assembly,
-    }
+    programs = m if ends is None else tiles(m, count, config.rows) + 1
+    given = x, groups.contiguous(), *parts
+    run(programs * triton.cdiv(n, BLOCK_N), *given, out, m, n, k, count, *x.stride())
+    return out
 
 
 @triton.jit
