@@ -65,11 +65,9 @@ def trace_fixed_attention(
     mask: Tensor | None,  # bool or a number, that broadcasts to (..., H, L, S)
     causal: bool,
     scale: float,
-    out_dtype: torch.dtype,  # in which it computes: under autocast another one than that of its operands
 ) -> Tensor:  # (..., H, L, E)
-    """``F.scaled_dot_product_attention``: scores in fp32, exponentials rounded to `out_dtype` behind the softmax. Query
-    heads of a KV head are rows of one product."""
-    q, k, v = (one.to(out_dtype) for one in (q, k, v))
+    """``F.scaled_dot_product_attention``: scores in fp32, exponentials rounded to q's dtype behind the softmax, as
+    numbers of a mask are. Query heads of a KV head are rows of one product."""
     sizes, kv_heads, (length, keys) = q.shape[:-1], k.shape[-3], (q.shape[-2], k.shape[-2])
     groups = math.prod(sizes[:-2]) * kv_heads  # said, as a tensor without elements has no size that is left over
     rows = q.reshape(groups, sizes[-2] // kv_heads * length, q.shape[-1])
@@ -79,9 +77,9 @@ def trace_fixed_attention(
         hidden = torch.arange(length, device=q.device)[:, None] < torch.arange(keys, device=q.device)
         scores = scores.masked_fill(hidden, -torch.inf)
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.to(out_dtype)
-    weights = torch._safe_softmax(scores, -1).to(out_dtype).reshape(*rows.shape[:-1], keys)
-    y = FixedProduct(out_dtype, turned=True)(weights, v.reshape(groups, keys, v.shape[-1]))
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.to(q.dtype)
+    weights = torch._safe_softmax(scores, -1).to(q.dtype).reshape(*rows.shape[:-1], keys)
+    y = FixedProduct(q.dtype, turned=True)(weights, v.reshape(groups, keys, v.shape[-1]))
     return y.reshape(*sizes, v.shape[-1])
 
 

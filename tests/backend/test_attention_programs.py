@@ -228,6 +228,10 @@ def in_autocast(run):
     return cast
 
 
+def hidden_keys():
+    return (torch.arange(LENGTH) < 13).expand(2, 1, LENGTH, LENGTH)
+
+
 def empty_rows(q, k, v):
     return torch.where(triangle() & (torch.arange(LENGTH) > 2), 0.0, MIN)
 
@@ -338,6 +342,8 @@ PROGRAMS = {
     "largest of scores": by_hand(lambda scores: scores.masked_fill(scores < scores.topk(5, -1).values[..., -1:], -math.inf)),
     "autocast, by hand": in_autocast(by_hand(lambda scores: scores + empty_rows(None, None, None))),
     "autocast": in_autocast(sdpa(empty_rows)),
+    "autocast, dropout": in_autocast(sdpa(lambda *_: hidden_keys(), dropout_p=1e-30)),
+    "autocast, two dtypes": lambda q, k, v: in_autocast(sdpa(lambda *_: hidden_keys(), dropout_p=1e-30))(q.bfloat16(), k, v),
     "autocast, is_causal": in_autocast(sdpa(lambda *_: triangle())),
     "vmap": in_vmap,
     "vmap, by hand": by_hand_in_vmap,

@@ -33,6 +33,8 @@ def rewrite_attention(plan: Plan) -> None:
         site.keeps_strides = site.is_changed and _strides_are_read(site.call.node)
         site.is_written = site.is_changed and plan.writes.anywhere(site.call.node)
     for site in reversed(plan.attention):  # whose operands may be what one in front of it computes
+        if site.is_changed:
+            site.call.q, site.call.k, site.call.v = _cast(site)
         if site.is_changed and site.ends_early:
             site.call.k, site.call.v = (_first_keys(one, site) for one in (site.call.k, site.call.v))
         if site.kernel in ("plain", "causal"):
@@ -49,6 +51,15 @@ def rewrite_attention(plan: Plan) -> None:
         for module in plan.graph_modules():
             module.recompile()
         del plan.writes  # which was asked for in front of these nodes
+
+
+def _cast(site: Attention) -> list[fx.Node]:
+    """Returns q, k and v in the dtype of the output, which is autocast's where the program is in such a region: torch's
+    function casts all three there, and no kernel of ours does."""
+    dtype = value(site.call.node).dtype
+    with site.call.node.graph.inserting_before(site.call.node):
+        operands = (site.call.q, site.call.k, site.call.v)
+        return [one if value(one).dtype is dtype else method(one, "to", dtype) for one in operands]
 
 
 def _first_keys(tensor: fx.Node, site: Attention) -> fx.Node:
@@ -81,7 +92,7 @@ def _call_plainly(site: Attention) -> None:
 def _call_in_fixed_order(site: Attention) -> None:
     """Attention whose products are summed in one order."""
     call, node = site.call, site.call.node
-    operands: Any = (call.q, call.k, call.v, call.given, call.causal, call.known_scale, value(node).dtype)
+    operands: Any = (call.q, call.k, call.v, call.given, call.causal, call.known_scale)
     with node.graph.inserting_before(node):
         _take(site, node.graph.call_function(ops.fixed_attention, operands))
 
