@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -186,9 +187,16 @@ def _start_workers() -> None:
 
 
 class Inductor(Protocol):
-    """Compiles a graph. Where it may, it generates no code for a graph that runs only a few times, and interprets it."""
+    """Compiles a graph. Where it may, it generates no code for a graph that runs only a few times, and interprets it,
+    as do the ranks with which it has to `agree`."""
 
-    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], runs_seldom: bool = False) -> Callable[..., Any]: ...
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        runs_seldom: bool = False,
+        agree: Callable[[bool], bool] | None = None,
+    ) -> Callable[..., Any]: ...
 
 
 def _inductor(
@@ -209,7 +217,7 @@ def _inductor(
     theirs = patches.get("custom_partitioner_fn", inductor.custom_partitioner_fn)
     asked = effects.asked(options)
     if not (plan.is_ours or asked):
-        return lambda gm, inputs, runs_seldom=False: compat.compile_fx(gm, inputs, patches, name, around)
+        return lambda gm, inputs, *_: compat.compile_fx(gm, inputs, patches, name, around)
     for effect in asked:
         effect.tell(options, plan.outcome.report, patches)
     wrap_inner = lowerings.install(options.fallback, rows_alone=any(effect.rows_alone for effect in asked))
@@ -223,8 +231,13 @@ def _inductor(
     ):
         patches[place] = GraphPass(patches.get(place, getattr(inductor, place)), passes)
 
-    def compile(gm: fx.GraphModule, inputs: Sequence[Any], runs_seldom: bool = False) -> Callable[..., Any]:
-        seldom = interpreted.interpreting if runs_seldom else lambda inner: inner
+    def compile(
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        runs_seldom: bool = False,
+        agree: Callable[[bool], bool] | None = None,
+    ) -> Callable[..., Any]:
+        seldom = partial(interpreted.interpreting, agree=agree) if runs_seldom else lambda inner: inner
         cached = compat.without_graph_cache() if runs_seldom else nullcontext()
         try:
             with flops.weighed(), compat.saving_a_minimum_cut(), cached:
@@ -295,11 +308,11 @@ def _first_step(plan: Plan, inductor: Inductor, inputs: Sequence[Any]) -> Callab
         return None
     graph = first_step.of(plan.gm)
     if not state.may_lack_history(plan.inputs):
-        return state.count_first_steps(plan.gm, graph.forward)
-    runs_seldom = not state.has_many_first_steps
+        return state.count_first_steps(plan.gm, graph.forward, many=False)
+    many = state.has_many_first_steps(plan.inputs)
     with compat.traced_beside():
-        first = inductor(graph, inputs, runs_seldom)
-    return state.count_first_steps(plan.gm, first) if runs_seldom else first
+        first = inductor(graph, inputs, not many, state.agree)
+    return state.count_first_steps(plan.gm, first, many)
 
 
 def _without_us(plan: Plan, report: Report) -> Report:

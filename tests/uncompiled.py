@@ -16,10 +16,12 @@ def compile_fx(
     patches: Mapping[str, Any],
     *_: Any,
     see: Callable[[fx.Graph], None] = lambda graph: None,
+    around: Callable[[Any], Any] = lambda compiler: compiler,
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
-    """Stands in the place of `te_inductor.compat.compile_fx`; `see` is shown the forward's graph and the backward's.
-    With Inductor's `decompositions` these are made of the operators that passes know."""
+    """Stands in the place of `te_inductor.compat.compile_fx`; `see` is shown the forward's graph and the backward's, and
+    `around` makes another compiler of the one that runs them. With Inductor's `decompositions` these are made of the
+    operators that passes know."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -34,7 +36,7 @@ def compile_fx(
         return interpreter(graph)
 
     compiler = aot_autograd(
-        fw_compiler=boxed,
+        fw_compiler=around(boxed),
         partition_fn=partition,
         keep_inference_input_mutations=True,
         decompositions=decompositions,

@@ -57,7 +57,9 @@ class _World:
     decisions: dict[str, str] = field(default_factory=dict)  # by name: `_YES`, or why not
     patient: bool = True
     compiles: dict[str, int] = field(default_factory=dict)  # how often, of layers that exchange tensors
-    told: dict[tuple[int, ...], int] = field(default_factory=dict)  # how often `any_rank` was asked, by ranks
+    told: dict[str, int] = field(default_factory=dict)  # how often `any_rank` was asked, by ranks and what about
+    # Whether ranks interpret first steps, by layers and the ranks of their groups: Note [Ranks that interpret].
+    interpreted: dict[tuple[Any, ...], bool] = field(default_factory=dict)
     said: bool = False  # that ranks did not agree
     said_no_group: bool = False
 
@@ -140,9 +142,9 @@ def settle(agreements: Sequence[Agreement], fallback: str) -> None:
             say(amaxes_stay_local(world.decisions[name]), fallback)
 
 
-def any_rank(group: AmaxGroup, own: bool) -> bool:
-    """Whether something is so on any rank of a group. All of its ranks have to come here, and each waits for the others,
-    on the host.
+def any_rank(group: AmaxGroup, own: bool, about: str = "") -> bool:
+    """Whether something is so on any rank of a group. All of its ranks have to come here, equally often for what it is
+    about, and each waits for the others, on the host.
 
     Raises:
         StateError: one did not come before the store's timeout, which is that of the default process group.
@@ -150,13 +152,7 @@ def any_rank(group: AmaxGroup, own: bool) -> bool:
     world = current()
     if world is None or world.is_fake:
         return own
-    world.told[group.ranks] = count = world.told.get(group.ranks, 0) + 1
-    key = f"told/{'-'.join(map(str, group.ranks))}/{count}"
-    world.set(f"{key}/{world.rank}", "1")
-    if own:
-        world.set(f"{key}/any", "1")
-    if world.store.add(f"{world.prefix}/{key}/count", 1) == len(group.ranks):
-        world.set(f"{key}/all", "1")
+    key = tell(world, group, own, about)
     started = time.monotonic()
     while not world.has(f"{key}/all"):
         waited = time.monotonic() - started
@@ -167,10 +163,23 @@ def any_rank(group: AmaxGroup, own: bool) -> bool:
     return world.has(f"{key}/any")
 
 
+def tell(world: _World, group: AmaxGroup, own: bool, about: str = "") -> str:
+    """Answers for this rank what `any_rank` asks next, without waiting for the others. Returns the key of all answers."""
+    name = f"told{about}/{'-'.join(map(str, group.ranks))}"
+    world.told[name] = count = world.told.get(name, 0) + 1
+    key = f"{name}/{count}"
+    world.set(f"{key}/{world.rank}", "1")
+    if own:
+        world.set(f"{key}/any", "1")
+    if world.store.add(f"{world.prefix}/{key}/count", 1) == len(group.ranks):
+        world.set(f"{key}/all", "1")
+    return key
+
+
 def alone(rank: int, missing: Sequence[int], waited: float) -> str:
     """The text of the error about a rank that alone has something to say of its state."""
     return (
-        f"rank {rank} waited {waited:.0f} s to hear whether delayed scaling has histories on"
+        f"rank {rank} waited {waited:.0f} s to hear how a step under delayed scaling runs on"
         f" {'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}, with which its layers exchange"
         " tensors, expected all of these ranks; call the model, and te_inductor.load_state_dict, on all ranks equally"
         " often"

@@ -80,6 +80,7 @@ class FormChoice:
     groups: tuple[AmaxGroup, ...]
     is_first: bool = True
     calls: int = 0
+    first_calls: int = 0  # those of them that ran the graph of a first step
     asked: int = -1  # how many calls there were when the ranks last told each other
     loads: int = 0  # how often state was loaded until then
 
@@ -96,6 +97,7 @@ class FormChoice:
                 lacks = agreement.any_rank(group, lacks)
             self.is_first, self.asked, self.loads = lacks, self.calls, loads
         self.calls += 1
+        self.first_calls += self.is_first
         return self.is_first
 
 
@@ -104,9 +106,45 @@ _choices: TensorTable[dict[str, FormChoice]] = TensorTable()  # by a parameter o
 
 def choice_of(parameter: Tensor, layers: str, groups: Iterable[AmaxGroup]) -> FormChoice:
     """The choice of some layers, all of them in one string, of which one has this parameter."""
-    # In one order on all ranks of a mesh, whose groups along one of its dimensions have ranks equally far apart.
-    ordered = sorted(groups, key=lambda group: [rank - group.ranks[0] for rank in group.ranks])
-    return _choices.setdefault(parameter, {}).setdefault(layers, FormChoice(tuple(ordered)))
+    known = _choices.setdefault(parameter, {})
+    return known.get(layers) or known.setdefault(layers, FormChoice(_ordered(groups)))
+
+
+def _ordered(groups: Iterable[AmaxGroup]) -> tuple[AmaxGroup, ...]:
+    """In one order on all ranks of a mesh, whose groups along one of its dimensions have ranks equally far apart."""
+    return tuple(sorted(groups, key=lambda group: [rank - group.ranks[0] for rank in group.ranks]))
+
+
+def all_interpret(layers: str, groups: Iterable[AmaxGroup], may: bool) -> bool:
+    """Whether all ranks with which these layers exchange tensors interpret first steps, which this one may: Note [Ranks
+    that interpret]. Asks them once a process group.
+
+    Raises:
+        StateError: another rank does not come to tell.
+    """
+    world, ordered = agreement.current(), _ordered(groups)
+    if world is None:
+        return may
+    key = layers, *(group.ranks for group in ordered)
+    if key not in world.interpreted:
+        for group in ordered:
+            may = not agreement.any_rank(group, not may, _about(layers))
+        world.interpreted[key] = may
+    return world.interpreted[key]
+
+
+def interpret_none(layers: str, groups: Iterable[AmaxGroup]) -> None:
+    """Tell these ranks, if they are still to hear of this one, not to wait: it could not compile the layers."""
+    world, ordered = agreement.current(), _ordered(groups)
+    key = layers, *(group.ranks for group in ordered)
+    if world is not None and not world.is_fake and key not in world.interpreted:
+        world.interpreted[key] = False
+        for group in ordered:
+            agreement.tell(world, group, True, _about(layers))
+
+
+def _about(layers: str) -> str:
+    return f"/interprets/{hashlib.sha256(layers.encode()).hexdigest()[:16]}"
 
 
 def is_due(calls: int, asked: int) -> bool:

@@ -18,9 +18,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel,
 
 import te_inductor
 from te_inductor import compat, ops
-from te_inductor.distributed import low_precision_all_gather
+from te_inductor.distributed import amax_groups, decisions, low_precision_all_gather
 from te_inductor.recipes import DelayedScaling
-from tests import ranks
+from te_inductor.runtime.state import state_inputs
+from te_inductor.runtime.state.state_inputs import StateInputs
+from tests import ranks, uncompiled
 from tests.ranks import how, of_the_first_rank
 from tests.support.parallel_layers import (
     BATCH,
@@ -357,6 +359,64 @@ def masked(rank: Rank) -> Any:
         found, known = (rank.step(functools.partial(f, rows=rows), m, x, dy) for f, m in ((run, model), (exact, exact)))
         off.append(max(_off(*pair) for pair in zip(found, known, strict=True) if pair[1].any()))
     return {"off": off, "wire": [len(graph) for graph in rank.graphs]}
+
+
+def first_step(rank: Rank, *may: str) -> Any:
+    """A first step under delayed scaling, which the last rank may or may not interpret: how many graphs were interpreted
+    and how many compiled in it, and what it and the next step gave."""
+    from te_inductor import lowerings
+    from te_inductor.passes.graph import interpreted
+
+    model = Outer(Mlp())
+    parallelize_module(model.layers[0], rank.mesh, SEQUENCE)
+    x, dy = (rank.part(torch.randn(BATCH, LENGTH, WIDTH), 1) for _ in range(2))
+    run, graphs = rank.te(model, recipe=DelayedScaling(amax_history_len=4)), {"interpreted": 0, "compiled": 0}
+
+    def counted(kind: str, function: Any) -> Any:
+        def run(*given: Any, **more: Any) -> Any:
+            graphs[kind] += 1
+            return function(*given, **more)
+
+        return run
+
+    def compile_fx(gm: Any, inputs: Any, patches: Any, name: Any, around: Any) -> Any:
+        return uncompiled.compile_fx(gm, inputs, patches, around=lambda inner: around(counted("compiled", inner)))
+
+    with (
+        mock.patch.object(compat, "compile_fx", compile_fx),
+        mock.patch.object(lowerings, "install", lambda *_, **__: lambda inner: inner),  # of generated code
+        mock.patch.object(interpreted, "interpreter", counted("interpreted", interpreted.interpreter)),
+        mock.patch.object(interpreted, "fits", lambda _: may == ("may",) or rank.rank < rank.world - 1),
+    ):
+        found = [rank.step(run, model, x, dy) for _ in range(2)]
+    return {"graphs": graphs, "found": [one.flatten().tolist() for step in found for one in step]}
+
+
+def agree(rank: Rank) -> Any:
+    """Whether ranks interpret first steps of layers that the last one could not compile, and of others."""
+    groups = [amax_groups.of_process_group(dist.group.WORLD)]
+    if rank.rank == rank.world - 1:
+        decisions.interpret_none("layers", groups)
+    return [decisions.all_interpret(layers, groups, True) for layers in ("layers", "others", "layers")]
+
+
+def many_first_steps(rank: Rank) -> Any:
+    """Forwards without a backward, which leave gradients without history. The last rank compiles anew, alone, before first
+    steps are many. Of each compile, whether they were."""
+    model, found = OwnAndShared(), list[bool]()
+    parallelize_module(model, rank.mesh, OWN_AND_SHARED)
+    run = rank.te(model, recipe="delayed", fallback="silent", dynamic=False)
+    count = StateInputs.count_first_steps
+
+    def counting(self: StateInputs, graph: Any, first: Any, many: bool) -> Any:
+        found.append(many)
+        return count(self, graph, first, many)
+
+    last = rank.rank == rank.world - 1
+    with mock.patch.object(StateInputs, "count_first_steps", counting):
+        for step in range(state_inputs.FEW_CALLS + 3):
+            run(torch.randn(LENGTH, WIDTH), torch.randn(16 * (1 + last * (step > 2)), WIDTH))
+    return found
 
 
 @how(patience=10, loses_group=True)

@@ -8,16 +8,18 @@ from tests.ranks import Told, ranks, told_by
 
 SAME = 1e-4  # a value in a hundred thousand that falls to the other side of a rounding boundary
 ALIKE = 2.0  # errors of roundings that are other ones
-QUICK = "sequence delayed,with_fsdp delayed,refused,without_group,decides,fails"
+QUICK = (
+    "sequence delayed,with_fsdp delayed,refused,without_group,first_step may,first_step must not,agree,decides,fails"
+)
 # The loss comes first: behind other graphs torch 2.13 cannot partition that one, as the user wrote it neither.
 OTHERS = (
-    "loss current,loss delayed,sequence_bias current,nan,masked,"
+    "loss current,loss delayed,sequence_bias current,nan,masked,many_first_steps,"
     "plain delayed,plain_bias delayed,sequence current,sequence_bias delayed,two delayed,"
     "checkpointed delayed,sequence rowwise,sequence_wide block,sequence_wide mxfp8,whole_weights current,"
     "plain current,whole_weights delayed,blocks delayed,symbolic delayed,"
     "compiled sequence delayed,compiled sequence_bias current"
 )
-APART = ("loss", "whole", "sequence_wide mxfp8", "nan", "masked")  # which have tests of their own
+APART = ("loss", "whole", "sequence_wide mxfp8", "nan", "masked", "many")  # which have tests of their own
 
 
 MODULE = "tests.backend.parallel_ranks"
@@ -179,6 +181,25 @@ def test_ranks_run_the_graph_of_a_first_step_together(others):
 @pytest.mark.thorough
 def test_four_ranks_run_the_graph_of_a_first_step_together():
     check_masked(ranks(MODULE, 4, "masked"))
+
+
+def test_ranks_interpret_a_first_step_where_all_of_them_may(told):
+    """Note [Ranks that interpret]."""
+    together, alone = told["first_step may"], told["first_step must not"]
+    assert [one["graphs"] for one in together] == [{"interpreted": 2, "compiled": 2}] * 2
+    assert [one["graphs"] for one in alone] == [{"interpreted": 0, "compiled": 4}] * 2
+    assert [one["found"] for one in together] == [one["found"] for one in alone]
+
+
+def test_no_rank_waits_to_interpret_for_one_that_could_not_compile(told):
+    assert told["agree"] == [[False, True, False]] * 2
+
+
+@pytest.mark.thorough
+def test_ranks_find_many_first_steps_in_the_same_call(others):
+    """And compile code for them, although one has compiled alone before."""
+    first, last = others["many_first_steps"]
+    assert (first, last) == ([False, True], [False, False, True])
 
 
 @pytest.mark.thorough

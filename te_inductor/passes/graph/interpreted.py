@@ -7,11 +7,20 @@ where an operator's eager kernel means something else than its generated code. `
 where either of these is so.
 
 # Note [Ranks that interpret]
-Each rank decides for itself, by the memory that it has among other things, so that one may interpret a graph of which
-another runs generated code, or run the graph of later steps there, as it has loaded state. They have to call the same
-collectives in the same order. The reduction of amaxes at the end of a step is one, in either graph. A graph with no other
-has only one order, whoever runs it. One with more is compiled: collectives of the program, as those of tensor
-parallelism, and amaxes of several process groups."""
+A graph and its generated code may call collectives in different orders, and ranks have to call them in one. Two kinds of
+graphs are interpreted.
+
+- Where layers exchange no tensors with other ranks, each rank decides for itself, by the memory that it has among other
+  things, so that one may interpret a graph of which another runs generated code, or run the graph of later steps there,
+  as it has loaded state. The reduction of amaxes at the end of a step is a collective of either graph. A graph with no
+  other has only one order, whoever runs it. One with more is compiled: collectives of the program, and amaxes of several
+  process groups.
+- Where layers exchange tensors, as those of tensor parallelism do, ranks run first steps together anyway (Note [Ranks that
+  choose]), and all interpret them where each of them may. They tell each other in the first compile of these layers, of
+  which no rank has a graph yet, so that all come to it, whatever graphs they compile later: to run the layers takes all
+  of them. What they have found holds for each later graph of these layers, of other sizes too, so that it does not matter
+  which rank compiles one. That also goes for memory: a later graph that does not fit is interpreted. Code comes for all in
+  the same call, as they count the calls that were first steps alike."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,36 +40,45 @@ from te_inductor.recipes.delayed import ScaleUpdate
 SHARE_OF_FREE_MEMORY = 0.5
 
 
-def interpreting(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
+def interpreting(compile_graph: Callable[..., Any], agree: Callable[[bool], bool] | None = None) -> Callable[..., Any]:
     """Returns a compiler of single graphs, forward and backward of one trace, that interprets those that it may and
-    gives `compile_graph` the others. A forward that is compiled chooses the strides of what it keeps, so that the backward
-    behind it is compiled as well. CUDA graphs are of generated code, and where algorithms have to be deterministic, eager
-    kernels that are not raise, as that of `cumsum`."""
-    compiles = False
+    gives `compile_graph` the others. `agree` tells other ranks whether this one may, and returns whether all do. A forward
+    that is compiled chooses the strides of what it keeps, so that the backward behind it is compiled as well. CUDA graphs
+    are of generated code, and where algorithms have to be deterministic, eager kernels that are not raise, as that of
+    `cumsum`."""
+    compiles, begun = False, False
 
     def compile(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        nonlocal compiles
+        nonlocal compiles, begun
         compiles = compiles or bool(options.get("cudagraphs")) or torch.are_deterministic_algorithms_enabled()
-        compiles = compiles or not (means_the_same(gm) and fits(gm))
+        compiles = compiles or not means_the_same(gm, together=agree is not None)
+        if agree is None or not begun:  # nothing that ranks have agreed on depends on what is free behind it
+            compiles = compiles or not fits(gm)
+        if agree is not None and not begun:
+            compiles = not agree(not compiles)
+        begun = True
         return compile_graph(gm, inputs, **options) if compiles else interpreter(gm)
 
     return compile
 
 
-def means_the_same(gm: fx.GraphModule) -> bool:
+def means_the_same(gm: fx.GraphModule, together: bool = False) -> bool:
     """Whether the eager kernels of a graph compute what its generated code does. Inductor's random numbers follow from a
     seed that their eager kernels do not read, so that a backward would draw other ones; collectives of generated code may
-    come in another order than a graph's, if there are several; and most operators of higher order are correct, but as slow
-    and large as the programs that they stand for, such as attention with all of its scores."""
+    come in another order than a graph's, if there are several and ranks do not interpret them `together`; and most
+    operators of higher order are correct, but as slow and large as the programs that they stand for, such as attention
+    with all of its scores."""
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]
-    return all(_means_the_same(node.target) for node in calls) and sum(map(_reduces_amaxes, calls)) <= 1
+    namespaces = ("aten", "te_inductor", *(_COLLECTIVES if together else ()))
+    reductions = 0 if together else sum(map(_reduces_amaxes, calls))
+    return all(_means_the_same(node.target, namespaces) for node in calls) and reductions <= 1
 
 
-def _means_the_same(target: Any) -> bool:
+def _means_the_same(target: Any, namespaces: Sequence[str]) -> bool:
     if isinstance(target, HigherOrderOperator):
         return target.name() in _WRITES
     if isinstance(target, OpOverload):
-        return target.namespace in ("aten", "te_inductor") or (
+        return target.namespace in namespaces or (
             target.namespace == "prims" and not target._opname.startswith("inductor_")
         )
     return True  # Python's operators on sizes, and parts of several results
@@ -72,6 +90,7 @@ def _reduces_amaxes(node: fx.Node) -> bool:
     return any(isinstance(one, ScaleUpdate) and bool(one.groups) for one in constants)
 
 
+_COLLECTIVES = ("_c10d_functional", "_dtensor")
 _WRITES = ("auto_functionalized", "auto_functionalized_v2")
 
 

@@ -32,7 +32,7 @@ from te_inductor.diagnostics import (
 from te_inductor.distributed import agreement
 from te_inductor.distributed.agreement import Agreement
 from te_inductor.distributed.amax_groups import AmaxGroup
-from te_inductor.distributed.decisions import FormChoice, choice_of
+from te_inductor.distributed.decisions import FormChoice, all_interpret, choice_of, interpret_none
 from te_inductor.runtime.extra_inputs import ExtraInputs, GraphCall
 from te_inductor.runtime.state import misfits, resumed
 from te_inductor.runtime.state.misfits import MOST_GRAPHS, Misfits, Watch, has_room, watch_of
@@ -131,6 +131,7 @@ class StateInputs(ExtraInputs):
     first_calls: int = 0  # first steps for which no code was generated
     _found: TensorGroups[_FoundStates] = field(default_factory=TensorGroups)  # by the parameters
     _said_again: bool = False
+    _interprets: bool = True  # whether all ranks with which it exchanges tensors do
 
     def tensors(self, call: GraphCall) -> list[Tensor]:
         """Each quantizer's three; notes on the call whether some have no history."""
@@ -163,6 +164,8 @@ class StateInputs(ExtraInputs):
         """Let no other rank wait for the graph."""
         for one in self.agreements:
             agreement.withdraw(one)
+        if self.exchanging:
+            interpret_none(self._layers, self.groups)
 
     def _found_of(self, parameters: Sequence[Tensor], inputs: Sequence[Any]) -> _FoundStates:
         found = self._found.get(parameters)
@@ -294,9 +297,19 @@ class StateInputs(ExtraInputs):
     def _choice(self, inputs: Sequence[Any]) -> FormChoice | None:
         if not self.exchanging:
             return None
+        lead = self._parameter(self._lead, inputs)
+        return None if isinstance(lead, FakeTensor) else choice_of(lead, self._layers, self.groups)
+
+    @functools.cached_property
+    def _lead(self) -> StateReader:
+        """One of the layers that exchange tensors, the same one in each graph of them."""
         layers = {repr(reader.key.site): reader for reader in self.exchanging}
-        lead = self._parameter(layers[min(layers)], inputs)
-        return None if isinstance(lead, FakeTensor) else choice_of(lead, repr(sorted(layers)), self.groups)
+        return layers[min(layers)]
+
+    @functools.cached_property
+    def _layers(self) -> str:
+        """All of these layers."""
+        return repr(sorted({repr(reader.key.site) for reader in self.exchanging}))
 
     @functools.cached_property
     def _places(self) -> list[int]:
@@ -312,15 +325,27 @@ class StateInputs(ExtraInputs):
                 return True
         return False
 
-    @property
-    def has_many_first_steps(self) -> bool:
+    def has_many_first_steps(self, inputs: Sequence[Any]) -> bool:
         """Whether first steps are worth generated code: where some graph had many, or a guard may ask for them at any
-        time, and where ranks exchange tensors, all of which run the same code (Note [Ranks that interpret])."""
-        return _first_steps_recur or self.heals or bool(self.exchanging)
+        time. Ranks that exchange tensors count those of their layers alike (Note [Ranks that interpret])."""
+        if self.heals or not self.exchanging:
+            return self.heals or _first_steps_recur
+        choice = self._choice(inputs)
+        self._interprets = choice is not None  # those of a model without storage are not counted
+        return choice is None or choice.first_calls >= FEW_CALLS
 
-    def count_first_steps(self, graph: fx.GraphModule, first: Callable[..., Any]) -> Callable[..., Any]:
-        """What runs first steps where no code was generated for them. Where there are more than a few, Dynamo compiles
-        the graph again, now with code for them."""
+    @property
+    def agree(self) -> Callable[[bool], bool] | None:
+        """Tells ranks that exchange tensors whether this one may interpret first steps, and returns whether all do."""
+        return self._agree if self.exchanging else None
+
+    def _agree(self, may: bool) -> bool:
+        self._interprets = all_interpret(self._layers, self.groups, may)
+        return self._interprets
+
+    def count_first_steps(self, graph: fx.GraphModule, first: Callable[..., Any], many: bool) -> Callable[..., Any]:
+        """What runs first steps. Where there are more than a few without code, Dynamo compiles the graph again, now with
+        code for them. Of layers that exchange tensors, it asks which of the two graphs is the parameters'."""
 
         def counted(*inputs: Any) -> Any:
             global _first_steps_recur
@@ -328,10 +353,18 @@ class StateInputs(ExtraInputs):
             _first_steps_recur = _first_steps_recur or self.first_calls >= FEW_CALLS
             return first(*inputs)
 
-        for place in self._places[:1]:
-            node = graph.graph.find_nodes(op="placeholder")[place]
-            compat.guard_on_tensor(node, lambda _: self.first_calls < FEW_CALLS, "te_inductor_has_few_first_steps")
-        return counted
+        def is_counted(parameter: Tensor) -> bool:
+            return (choice_of(parameter, self._layers, self.groups).first_calls >= FEW_CALLS) == many
+
+        together = bool(self.exchanging) and not self.heals
+        if (many and not together) or not self._interprets:
+            return first
+        for place in [self._lead.parameter] if together else self._places[:1]:
+            if isinstance(place, int):
+                node = graph.graph.find_nodes(op="placeholder")[place]
+                holds = is_counted if together else lambda _: self.first_calls < FEW_CALLS
+                compat.guard_on_tensor(node, holds, "te_inductor_has_few_first_steps")
+        return first if together else counted
 
     @staticmethod
     def scaling(quantizer: StateInput, tensors: Sequence[Tensor]) -> QuantizerState:
