@@ -79,6 +79,12 @@ _SYNONYMS = {
     "multiply": "mul",
     "subtract": "sub",
     "negative": "neg",
+    "absolute": "abs",
+    "less": "lt",
+    "less_equal": "le",
+    "greater": "gt",
+    "greater_equal": "ge",
+    "not_equal": "ne",
     "moveaxis": "movedim",
     "_softmax": "softmax",
     "_log_softmax": "log_softmax",
@@ -128,6 +134,7 @@ def _named(called: str) -> Operator:
     in_place, plain = False, called
     if called.startswith("__") and called.endswith("__"):
         plain = called.strip("_")
+        plain = plain[1:] if f"{plain[1:]}_" in RESERVED else plain  # `__rand__`, which is no `torch.rand`
     elif called in RESERVED:
         plain = called.removesuffix("_")
     elif called.endswith("_"):

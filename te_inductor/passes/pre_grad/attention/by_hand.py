@@ -10,7 +10,7 @@ it last before its reader."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph import operators
+from te_inductor.passes.graph.module_path import module_path
 from te_inductor.passes.graph.operators import Kind, name
 from te_inductor.passes.graph.tracing import method
 from te_inductor.passes.graph.values import is_tensor, value
@@ -28,6 +29,7 @@ from te_inductor.passes.pre_grad.attention.added import Added, Hiding
 from te_inductor.passes.pre_grad.attention.expressions import is_one, number
 from te_inductor.passes.pre_grad.attention.formulas import Reader
 from te_inductor.passes.pre_grad.attention.masks import Scores
+from te_inductor.passes.pre_grad.attention.site import Attention, AttentionCall
 
 # What scores and weights go through, beside what computes each element by itself.
 _THROUGH = Kind.POINTWISE | Kind.CAST | Kind.COPY | Kind.RESHAPE | Kind.PART
@@ -35,27 +37,9 @@ _OTHERS = frozenset("softmax dropout cat max".split())
 _LEAST_SCALE = 2.0**-8  # by which a mask's smallest number still hides a score
 
 
-@dataclass
-class Written:
-    """The parts of attention that ends in a product with v."""
-
-    q: fx.Node  # (B, H, L, D)
-    k: fx.Node  # (B, H, S, D)
-    v: fx.Node  # (B, H, S, D of v)
-    scale: float = 1.0
-    softcap: float | None = None
-    sinks: fx.Node | None = None  # that broadcasts to (B, H, L, 1)
-    added: Added = field(default_factory=Added)
-    dropout: float = 0.0
-    given: fx.Node | None = None  # a mask, whose shape has the sizes
-    read: list[fx.Node] = field(default_factory=list)  # the nodes that read q, k and sinks
-    views: list[fx.Node] = field(default_factory=list)  # of operands, which were put into the graph
-    refusal: Refusal | None = None
-
-
-def match(product: fx.Node, reader: Reader, writes: Writes) -> Written | None:
-    """The attention that ends in a product; None where it does not. It has a refusal where something is done to its scores
-    that is not read, or where something else reads what is inside."""
+def match(product: fx.Node, reader: Reader, writes: Writes) -> tuple[Attention, Sequence[fx.Node]] | None:
+    """The attention that ends in a product, and the nodes that read its operands; None where it does not. It has a refusal
+    where something is done to its scores that is not read, or where something else reads what is inside."""
     last = _Product.read(product)
     left, right = _factors(product) if last is None else (last.left, last.right)
     path = None if last is not None and last.added is not None else _path(left, {})
@@ -65,9 +49,9 @@ def match(product: fx.Node, reader: Reader, writes: Writes) -> Written | None:
     if last is None or first is None:
         by_einsum = any(operators.read(one).name == "einsum" for one in (product, path[-1]))
         why = "its products are written as einsum" if by_einsum else "its products are none of three or four dimensions"
-        return Written(left, left, right, refusal=Refusal(why))
-    found = Written(first.left, first.right, last.right)
-    walk = _Walk(product, writes, path, found)
+        return _site(product, left, left, right, refusal=Refusal(why)), ()
+    site = _site(product, first.left, first.right, last.right)
+    walk = _Walk(site, writes, path)
     try:
         with product.graph.inserting_before(product):
             _weights(walk.into(last.left, product), walk, reader)
@@ -76,8 +60,12 @@ def match(product: fx.Node, reader: Reader, writes: Writes) -> Written | None:
         if not walk.learns():
             raise _Unread("a part of it is computed where gradients are off")
     except _Unread as stop:
-        found.refusal = stop.refusal
-    return found
+        site.refusal = stop.refusal
+    return site, walk.read
+
+
+def _site(product: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node, refusal: Refusal | None = None) -> Attention:
+    return Attention(AttentionCall(product, q, k, v), module_path(product), by_hand=True, refusal=refusal)
 
 
 class _Unread(Exception):
@@ -145,9 +133,9 @@ def _path(node: Any, known: dict[fx.Node, list[fx.Node] | None]) -> list[fx.Node
 
 def _weights(node: fx.Node, walk: "_Walk", reader: Reader) -> None:
     """What weights are made of, the last first: a dropout, a softmax, sinks, and the scores."""
-    found, node = walk.found, walk.back(node)
+    call, node = walk.call, walk.back(node)
     if name(node) == "dropout":
-        node, found.dropout = walk.back(walk.step(node)), _dropped(node)
+        node, call.dropout = walk.back(walk.step(node)), _dropped(node)
     has_sinks = _drops_last(node)
     node = walk.step(node) if has_sinks else node
     if operators.read(node).name != "softmax" or not _is_last(_argument(node, 1, "dim"), node):
@@ -160,15 +148,15 @@ def _weights(node: fx.Node, walk: "_Walk", reader: Reader) -> None:
             raise _Unread(node)
         if value(node).dim() != 4 or not statically_known_true(value(pieces[1]).shape[-1] == 1):
             raise _Unread(node)
-        found.sinks = pieces[1]
-        found.read.append(node)
+        call.sinks = pieces[1]
+        walk.read.append(node)
         node = walk.into(pieces[0], node)
     _scores(walk.back(node), walk, reader)
 
 
 def _scores(node: fx.Node, walk: "_Walk", reader: Reader) -> None:
     """What is done to the product of q and k, the last first: masks, a bias, a soft cap, scales."""
-    found, scores = walk.found, walk.sizes(value(node))
+    call, scores = walk.call, walk.sizes(value(node))
     while (product := _Product.read(node)) is None:
         node = walk.back(_masked(node, scores, walk, reader) or _softcap(node, walk) or _scaled(node, walk))
     if product.added is not None and product.beta != 0.0:
@@ -176,16 +164,16 @@ def _scores(node: fx.Node, walk: "_Walk", reader: Reader) -> None:
             raise _Unread(node)
         part = added.read(walk.as_scores(product.added, node), reader, scores)
         _merge(part, product.added, value(product.added).dtype, walk, product.beta)
-    found.scale *= product.alpha
-    found.read.append(node)
-    dtype, turned = value(found.v).dtype, product.right
+    call.scale = walk.scale * product.alpha
+    walk.read.append(node)
+    dtype, turned = value(call.v).dtype, product.right
     walk.through.append(turned)
     q, k = product.left, turned.args[0] if operators.swaps(turned) else walk.view(turned, "transpose", -1, -2)
-    q, k = _uncast(q, dtype, found.read), _uncast(k, dtype, found.read)  # type: ignore[arg-type]
-    like = {(value(one).dtype, value(one).device) for one in (q, k, found.v, walk.end)}
+    q, k = _uncast(q, dtype, walk.read), _uncast(k, dtype, walk.read)  # type: ignore[arg-type]
+    like = {(value(one).dtype, value(one).device) for one in (q, k, call.v, call.node)}
     if len(like) != 1:
         raise _Unread("q, k, v and the output differ in their dtype or device")
-    found.q, found.k, found.v = (walk.as_heads(one, scores) for one in (q, k, found.v))
+    call.q, call.k, call.v = (walk.as_heads(one, scores) for one in (q, k, call.v))
 
 
 def _masked(node: fx.Node, scores: Scores, walk: "_Walk", reader: Reader) -> fx.Node | None:
@@ -214,22 +202,22 @@ def _masked(node: fx.Node, scores: Scores, walk: "_Walk", reader: Reader) -> fx.
 
 def _merge(part: Added | Refusal, given: fx.Node, dtype: torch.dtype, walk: "_Walk", factor: float = 1.0) -> None:
     """Note what is added to the scores in front of what has been read, in numbers of a dtype."""
-    found = walk.found
+    call = walk.call
     if isinstance(part, Refusal):
         raise _Unread(part)
     part.cast(dtype, walk.largest)
-    scale = found.scale * factor
-    if found.softcap is not None and (part.bias is not None or part.masks):
+    scale = walk.scale * factor
+    if call.softcap is not None and (part.bias is not None or part.masks):
         raise _Unread("a mask or a bias is added in front of a soft cap")
     if part.masks and (factor != 1.0 or (part.smallest and not _LEAST_SCALE <= scale <= 1.0)):
         raise _Unread(Refusal("the number that hides a score is multiplied by %s", scale))
-    if part.replaces("scores") and found.added.bias is not None:
+    if part.replaces("scores") and call.added.bias is not None:
         raise _Unread("a bias is added to the number that hides a score")
     part.scale = scale
-    merged = found.added.merged(part)
+    merged = call.added.merged(part)
     if merged is None:
         raise _Unread("two biases are added, whose sum is rounded")
-    found.added, found.given = merged, found.given or given
+    call.added, call.given = merged, call.given or given
 
 
 def _have_shape(node: fx.Node, operand: Any) -> bool:
@@ -246,7 +234,7 @@ def _scaled(node: fx.Node, walk: "_Walk") -> fx.Node:
         raise _Unread(node)
     if node.kwargs or len(node.args) != 2 or not (is_tensor(node.args[0]) or called == "mul"):
         raise _Unread(node)
-    walk.found.scale *= float(by) if called == "mul" else 1 / float(by)
+    walk.scale *= float(by) if called == "mul" else 1 / float(by)
     return walk.step(node, 0 if is_tensor(node.args[0]) else 1)
 
 
@@ -258,11 +246,11 @@ def _softcap(node: fx.Node, walk: "_Walk") -> fx.Node | None:
     cap, tanh = number(node.args[1]), walk.step(node)
     inner = walk.step(tanh)
     same = operators.read(inner).name == "div" and not inner.kwargs and number(inner.args[1]) == cap
-    if cap is None or not same or not (cap.is_number and cap.is_positive) or walk.found.softcap is not None:
+    if cap is None or not same or not (cap.is_number and cap.is_positive) or walk.call.softcap is not None:
         raise _Unread(node)
-    if walk.found.scale != 1.0:
+    if walk.scale != 1.0:
         raise _Unread("scores are scaled behind a soft cap")
-    walk.found.softcap = float(cap)
+    walk.call.softcap = float(cap)
     return walk.step(inner)
 
 
@@ -322,8 +310,10 @@ def _argument(node: fx.Node, place: int, called: str) -> Any:
 class _Walk:
     """The way back from a product to its operands."""
 
-    def __init__(self, end: fx.Node, writes: Writes, path: Sequence[fx.Node], found: Written) -> None:
-        self.end, self.found, self.seen = end, found, list[fx.Node]()
+    def __init__(self, site: Attention, writes: Writes, path: Sequence[fx.Node]) -> None:
+        self.call, self.views, self.seen = site.call, site.views, list[fx.Node]()
+        self.read = list[fx.Node]()  # the nodes that read q, k and sinks
+        self.scale = 1.0  # of the scores, by what has been read
         self.through = list[fx.Node]()  # what lies between operands and the first product
         self.largest = math.inf  # the largest number of each dtype that scores are cast to behind what is read next
         self._writes = writes
@@ -368,8 +358,8 @@ class _Walk:
 
     def view(self, node: fx.Node, called: str, *arguments: Any) -> fx.Node:
         """A view of an operand, put into the graph."""
-        self.found.views.append(method(node, called, *arguments))
-        return self.found.views[-1]
+        self.views.append(method(node, called, *arguments))
+        return self.views[-1]
 
     def as_scores(self, node: fx.Node, of: fx.Node) -> fx.Node:
         """What is added to scores, or hides some, with a dimension for the heads."""
@@ -397,12 +387,12 @@ class _Walk:
 
     def is_closed(self) -> bool:
         """Whether nothing outside reads what is inside."""
-        inside = {*self.seen, self.end, *self.found.views}
+        inside = {*self.seen, self.call.node, *self.views}
         return all(user in inside or _reads_sizes(user, node) for node in self.seen for user in node.users)
 
     def learns(self) -> bool:
         """Whether all of it has a gradient of what it is computed from, if its end has one."""
-        inside = {*self.seen, *self.through, *self.found.read} if value(self.end).requires_grad else ()
+        inside = {*self.seen, *self.through, *self.read} if value(self.call.node).requires_grad else ()
         return all(
             value(node).requires_grad
             for node in inside

@@ -18,6 +18,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._sympy.functions import FloorDiv, PythonMod
 
+from te_inductor.passes.graph import operators
 from te_inductor.passes.graph.operators import name
 from te_inductor.passes.graph.values import is_tensor
 from te_inductor.passes.pre_grad.attention.expressions import (
@@ -87,12 +88,13 @@ class Reader:
         return self.leaves[function.func.__name__]
 
     def _computed(self, node: fx.Node, depth: int) -> Formula | None:
-        rule = _RULES.get(name(node)) if node.op in ("call_function", "call_method") else None
+        called = operators.read(node)
+        rule = None if called.in_place else _RULES.get(called.name)
         if rule is None or "out" in node.kwargs or depth > _DEEPEST or self.is_written(node):
             return None
         value = node.meta["example_value"]
         at = rule(_Call(self, node, depth))
-        if at is None or (name(node) in _COMPUTED and not is_exact(value.dtype)):
+        if at is None or (called.name in _COMPUTED and not is_exact(value.dtype)):
             return None
         of_truths = value.dtype is torch.bool  # whose sums are none but Booleans
         return Formula(tuple(value.shape), value.dtype, (lambda index: truth(at(index))) if of_truths else at)
@@ -163,7 +165,7 @@ class _Call:
         return lambda index: compute(*(one.broadcast(shape, index) for one in found))  # type: ignore[union-attr]
 
 
-# ---- the rules, by the name of the function or method that a node calls ----
+# ---- the rules, by the name of the operator that a node calls ----
 
 _Rule = Callable[[_Call], Callable[[Index], Expr] | None]
 
@@ -331,21 +333,10 @@ def _shaped(call: _Call) -> Callable[[Index], Expr] | None:
 
 
 def _permuted(call: _Call) -> Callable[[Index], Expr] | None:
-    source = call.formula(call.argument(0, "input"))
-    if source is None:
+    source, order = call.formula(call.argument(0, "input")), operators.order(call.node)
+    if source is None or order is None:
         return None
-    called, dims = name(call.node), len(source.shape)
-    order = list(range(dims))
-    if called == "permute":
-        given: Any = call.node.args[1] if isinstance(call.node.args[1], tuple | list) else call.node.args[1:]
-        order = [dim % dims for dim in given]
-    else:
-        swapped: Any = call.node.args[1:] if called == "transpose" else (dims - 2, dims - 1)
-        if dims < 2 or len(swapped) != 2 or not all(isinstance(one, int) for one in swapped):
-            return None
-        first, second = (dim % dims for dim in swapped)
-        order[first], order[second] = order[second], order[first]
-    return lambda index: source.at(tuple(index[order.index(dim)] for dim in range(dims)))
+    return lambda index: source.at(tuple(index[order.index(dim)] for dim in range(len(order))))
 
 
 def _getitem(call: _Call) -> Callable[[Index], Expr] | None:
@@ -437,35 +428,33 @@ def _relation(relation: Any) -> _Rule:
 
 _RULES: Mapping[str, _Rule] = {
     "arange": _arange,
-    "tensor": _tensor,
-    "scalar_tensor": _tensor,
+    **dict.fromkeys(("tensor", "scalar_tensor"), _tensor),
     **dict.fromkeys(("ones", "new_ones", "ones_like"), _constant(0, None, sympy.Integer(1))),
     **dict.fromkeys(("zeros", "new_zeros", "zeros_like"), _constant(0, None, sympy.Integer(0))),
-    "full": _constant(1, "fill_value"),
-    "full_like": _constant(1, "fill_value"),
+    **dict.fromkeys(("full", "full_like"), _constant(1, "fill_value")),
     "new_full": _constant(2, "fill_value"),
-    **dict.fromkeys(("add", "__add__", "__radd__"), _binary(on_cases(operator.add))),
-    **dict.fromkeys(("sub", "__sub__"), _binary(on_cases(operator.sub))),
-    **dict.fromkeys(("rsub", "__rsub__"), _binary(on_cases(lambda one, other: other - one))),
-    **dict.fromkeys(("mul", "__mul__", "__rmul__"), _binary(on_cases(operator.mul))),
-    **dict.fromkeys(("abs", "absolute", "__abs__"), _unary(on_cases(sympy.Abs))),
+    "add": _binary(on_cases(operator.add)),
+    "sub": _binary(on_cases(operator.sub)),
+    "rsub": _binary(on_cases(lambda one, other: other - one)),
+    "mul": _binary(on_cases(operator.mul)),
+    "abs": _unary(on_cases(sympy.Abs)),
     "neg": _unary(on_cases(operator.neg)),
-    **dict.fromkeys(("floordiv", "__floordiv__", "floor_divide"), _binary(on_cases(FloorDiv))),
-    **dict.fromkeys(("mod", "__mod__", "remainder"), _binary(on_cases(PythonMod))),
+    "floordiv": _binary(on_cases(FloorDiv)),
+    **dict.fromkeys(("mod", "remainder"), _binary(on_cases(PythonMod))),
     "minimum": _binary(on_cases(sympy.Min)),
     "maximum": _binary(on_cases(sympy.Max)),
-    **dict.fromkeys(("le", "__le__", "less_equal"), _relation(sympy.Le)),
-    **dict.fromkeys(("lt", "__lt__", "less"), _relation(sympy.Lt)),
-    **dict.fromkeys(("ge", "__ge__", "greater_equal"), _relation(sympy.Ge)),
-    **dict.fromkeys(("gt", "__gt__", "greater"), _relation(sympy.Gt)),
-    **dict.fromkeys(("eq", "__eq__"), _relation(sympy.Eq)),
-    **dict.fromkeys(("ne", "__ne__", "not_equal"), _relation(sympy.Ne)),
-    **dict.fromkeys(("and_", "__and__", "__rand__", "bitwise_and"), _logic(operator.and_, logical=False)),
-    **dict.fromkeys(("or_", "__or__", "__ror__", "bitwise_or"), _logic(operator.or_, logical=False)),
-    **dict.fromkeys(("xor", "__xor__", "bitwise_xor"), _logic(sympy.Xor, logical=False)),
+    "le": _relation(sympy.Le),
+    "lt": _relation(sympy.Lt),
+    "ge": _relation(sympy.Ge),
+    "gt": _relation(sympy.Gt),
+    "eq": _relation(sympy.Eq),
+    "ne": _relation(sympy.Ne),
+    **dict.fromkeys(("and", "bitwise_and"), _logic(operator.and_, logical=False)),
+    **dict.fromkeys(("or", "bitwise_or"), _logic(operator.or_, logical=False)),
+    **dict.fromkeys(("xor", "bitwise_xor"), _logic(sympy.Xor, logical=False)),
     "logical_and": _logic(operator.and_, logical=True),
     "logical_or": _logic(operator.or_, logical=True),
-    **dict.fromkeys(("invert", "__invert__", "bitwise_not", "logical_not"), _invert),
+    **dict.fromkeys(("invert", "bitwise_not", "logical_not"), _invert),
     "where": _where,
     "masked_fill": _masked_fill,
     "tril": _triangle(sympy.Le),
@@ -476,10 +465,7 @@ _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("contiguous", "clone", "detach", "alias", "_to_copy", "lift_fresh_copy"), _same),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _shaped),
     **dict.fromkeys(("unsqueeze", "squeeze", "view", "reshape", "flatten", "unflatten"), _shaped),
-    **dict.fromkeys(("permute", "transpose", "t", "mT"), _permuted),
+    **dict.fromkeys(("permute", "movedim", "transpose", "t", "T", "mT"), _permuted),
     "getitem": _getitem,
 }
-# The rules that compute numbers, which a dtype may not have.
-_COMPUTED = frozenset(
-    "arange add __add__ __radd__ sub __sub__ rsub __rsub__ mul __mul__ __rmul__ abs absolute __abs__ neg diff cumsum".split()
-)
+_COMPUTED = frozenset("arange add sub rsub mul abs neg diff cumsum".split())  # numbers, which a dtype may not have

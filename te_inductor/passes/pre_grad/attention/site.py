@@ -18,8 +18,8 @@ class AttentionCall:
     q: fx.Node  # (B, H, L, D)
     k: fx.Node  # (B, KV heads, S, D)
     v: fx.Node  # (B, KV heads, S, D of v)
-    given: fx.Node | None  # the mask that the program made, or one of several
-    scale: float | None  # None: one over the root of the width
+    given: fx.Node | None = None  # the mask that the program made, or one of several
+    scale: float | None = None  # None: one over the root of the width
     dropout: float = 0.0
     causal: bool = False  # as torch's function is told
     softcap: float | None = None  # of scores, in attention by hand

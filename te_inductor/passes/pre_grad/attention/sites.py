@@ -108,16 +108,13 @@ def _of_hand(node: fx.Node, reader: Reader, plan: Plan) -> Attention | None:
     found = None if is_wrapped(node) else by_hand.match(node, reader, plan.writes)
     if found is None:
         return None
-    call = AttentionCall(node, found.q, found.k, found.v, found.given, found.scale, found.dropout)
-    call.softcap, call.sinks = found.softcap, found.sinks
-    site = Attention(call, module_path(node), by_hand=True)
-    site.views, site.refusal = found.views, found.refusal
+    site, read = found
     if site.refusal is not None:
         return site
-    scores = Scores.of(value(found.q), value(found.k).shape[2])
-    _take(site, found.added, scores, reader)
+    scores = Scores.of(value(site.call.q), value(site.call.k).shape[2])
+    _take(site, site.call.added, scores, reader)
     operands = [one for one in (site.call.q, site.call.k, site.call.sinks) if one is not None]
-    if plan.writes.between(operands, min(found.read), node):
+    if plan.writes.between(operands, min(read), node):
         site.refusal = Refusal("the graph writes what the scores are made of before they are multiplied with v")
     return site
 
