@@ -198,6 +198,15 @@ def ints(given: Any) -> list[int]:
     return [one for one in parts if isinstance(one, int)]
 
 
+def arguments(node: fx.Node, *names: str | tuple[str, ...]) -> dict[str, Any]:
+    """The arguments of a call by their names, which they have in this order; of several names for one, as releases and
+    overloads give it, by the first. Those that the call leaves out are missing, and those of other names stay."""
+    known = [(one,) if isinstance(one, str) else one for one in names]
+    first = {other: own for own, *others in known for other in others}
+    given = dict(zip((own for own, *_ in known), node.args, strict=False))
+    return given | {first.get(called, called): one for called, one in node.kwargs.items()}
+
+
 # Products by one name each, whether they come as a function or as a method, with the names of their operands in order.
 _FUNCTIONS: dict[Any, str] = {
     torch._C._nn.linear: "linear",
@@ -242,10 +251,9 @@ class Call:
             return None
         if name is None or "out" in node.kwargs:
             return None
-        operands = dict(zip(_OPERANDS[name], node.args, strict=False))
-        named = {key: value for key, value in node.kwargs.items() if key in _OPERANDS[name]}
-        options = {key: value for key, value in node.kwargs.items() if key not in named}
-        return Call(name, operands | named, options)
+        given = arguments(node, *_OPERANDS[name])
+        options = {key: given.pop(key) for key in given.keys() - {*_OPERANDS[name]}}
+        return Call(name, given, options)
 
 
 def grouped_operands(node: fx.Node) -> dict[str, Any]:
@@ -253,6 +261,4 @@ def grouped_operands(node: fx.Node) -> dict[str, Any]:
     node."""
     if node.op != "call_function" or name(node) not in GROUPED:
         return {}
-    given = dict(zip(("x", "weight", "offs", "bias", "out_dtype"), node.args, strict=False))
-    named = {"input": "x", "mat_a": "x", "self": "x", "mat_b": "weight", "mat2": "weight"}
-    return given | {named.get(key, key): one for key, one in node.kwargs.items()}
+    return arguments(node, ("x", "input", "self", "mat_a"), ("weight", "mat2", "mat_b"), "offs", "bias", "out_dtype")

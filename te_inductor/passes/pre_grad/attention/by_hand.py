@@ -89,19 +89,18 @@ class _Product:
 
     @staticmethod
     def read(node: fx.Node) -> "_Product | None":
-        called, given = operators.read(node), dict(node.kwargs)
-        operands: list[Any] = list(node.args)
+        called = operators.read(node)
         if called.in_place or called.name not in ("matmul", "bmm", "baddbmm"):
             return None
-        for other in ("input", "self", "batch1", "other", "mat2", "batch2"):
-            if other in given:
-                operands.append(given.pop(other))
+        if called.name == "baddbmm":
+            given = operators.arguments(node, ("first", "input", "self"), ("left", "batch1"), ("right", "batch2"))
+        else:
+            given = operators.arguments(node, ("left", "input", "self"), ("right", "other", "mat2"))
         factors = [number(given.pop(one, 1)) for one in ("alpha", "beta")]
-        first = operands.pop(0) if called.name == "baddbmm" else None
+        first, left, right = (given.pop(one, None) for one in ("first", "left", "right"))
         known = all(one is not None and one.is_number and one.is_finite for one in factors)
-        if given or not known or len(operands) != 2 or not all(map(is_tensor, operands)):
+        if given or not known or not (is_tensor(left) and is_tensor(right)):
             return None
-        left, right = operands
         made = [value(one) for one in (left, right, node)]
         plain = all(one.layout is torch.strided and not one.is_nested and one.dim() == made[0].dim() for one in made)
         return _Product(left, right, first, *map(float, factors)) if plain and made[0].dim() in (3, 4) else None  # type: ignore[arg-type]
@@ -138,13 +137,16 @@ def _weights(node: fx.Node, walk: "_Walk", reader: Reader) -> None:
         node, call.dropout = walk.back(walk.step(node)), _dropped(node)
     has_sinks = _drops_last(node)
     node = walk.step(node) if has_sinks else node
-    if operators.read(node).name != "softmax" or not _is_last(_argument(node, 1, "dim"), node):
+    if operators.read(node).name != "softmax" or not _is_last(
+        operators.arguments(node, "input", "dim").get("dim"), node
+    ):
         raise _Unread(node)
     walk.largest = torch.finfo(value(node).dtype).max
     node = _without_largest(walk.step(node), walk)
     if has_sinks:
-        pieces = _argument(node, 0, "tensors")
-        if operators.read(node).name != "cat" or not _is_last(_argument(node, 1, "dim"), node) or len(pieces) != 2:
+        given = operators.arguments(node, "tensors", "dim")
+        pieces: Any = given.get("tensors")
+        if operators.read(node).name != "cat" or not _is_last(given.get("dim"), node) or len(pieces) != 2:
             raise _Unread(node)
         if value(node).dim() != 4 or not statically_known_true(value(pieces[1]).shape[-1] == 1):
             raise _Unread(node)
@@ -281,10 +283,11 @@ def _drops_last(node: fx.Node) -> bool:
 
 def _dropped(node: fx.Node) -> float:
     """How much a dropout drops."""
-    p, training = _argument(node, 1, "p"), _argument(node, 2, "train" if "train" in node.kwargs else "training")
+    given = operators.arguments(node, "input", "p", ("training", "train"), "inplace")
+    p, training = given.get("p"), given.get("training")
     if training is False or p == 0.0:
         return 0.0
-    if not isinstance(p, float) or training not in (None, True) or _argument(node, 3, "inplace"):
+    if not isinstance(p, float) or training not in (None, True) or given.get("inplace"):
         raise _Unread(node)
     return p
 
@@ -301,10 +304,6 @@ def _uncast(node: fx.Node, dtype: torch.dtype, read: list[fx.Node]) -> fx.Node:
 
 def _is_last(dim: Any, node: fx.Node) -> bool:
     return isinstance(dim, int) and (dim == -1 or dim == value(node).dim() - 1)
-
-
-def _argument(node: fx.Node, place: int, called: str) -> Any:
-    return node.args[place] if place < len(node.args) else node.kwargs.get(called)
 
 
 class _Walk:

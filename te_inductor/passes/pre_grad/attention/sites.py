@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_inductor import targets
 from te_inductor.diagnostics import Refusal
+from te_inductor.passes.graph import operators
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import module_path
 from te_inductor.passes.graph.operators import name
@@ -80,7 +81,7 @@ def find(plan: Plan, decide: Callable[[Attention, Inputs, Plan], None]) -> None:
 
 def _of_call(node: fx.Node, reader: Reader) -> Attention:
     """A call of torch's function."""
-    call: Mapping[str, Any] = dict(zip(ARGUMENTS, node.args, strict=False)) | node.kwargs
+    call = operators.arguments(node, *ARGUMENTS)
     q, k, v = (call[called] for called in ARGUMENTS[:3])
     read = AttentionCall(node, q, k, v, call.get("attn_mask"), call.get("scale"), call.get("dropout_p", 0.0))
     read.causal = call.get("is_causal") is True

@@ -38,8 +38,7 @@ def form(call: fx.Node) -> Form | None:
 def _cross_entropy(call: fx.Node) -> Form | None:
     """Cross entropy, or the negative log-likelihood of a logarithm of softmax, of classes in the last dimension, or in
     the second one, where a permutation puts them there."""
-    arguments = _ARGUMENTS if call.target is F.cross_entropy else _ARGUMENTS[:-1]
-    given: dict[str, Any] = {**dict(zip(arguments, call.args, strict=False)), **call.kwargs}
+    given = operators.arguments(call, *(_ARGUMENTS if call.target is F.cross_entropy else _ARGUMENTS[:-1]))
     logits, target = given["input"], given["target"]
     own: tuple[fx.Node, ...] = ()
     if call.target is F.nll_loss:
@@ -65,9 +64,8 @@ def _of_softmax(node: Any) -> Any:
     """What a logarithm of softmax over the last dimension is of."""
     if not is_tensor(node) or operators.read(node).name != "log_softmax":
         return None
-    named = {key: one for key, one in node.kwargs.items() if key != "_stacklevel"}
-    given: dict[str, Any] = {**dict(zip(("input", "dim"), node.args, strict=False)), **named}
-    dtype = given.pop("dtype", None)
+    given = operators.arguments(node, "input", "dim")
+    dtype, _ = given.pop("dtype", None), given.pop("_stacklevel", None)
     if given.keys() != {"input", "dim"} or given["dim"] not in (-1, value(node).dim() - 1):
         return None
     return given["input"] if dtype in (None, torch.float32) and is_tensor(given["input"]) else None
@@ -77,7 +75,7 @@ def _gathered(node: Any) -> tuple[fx.Node, fx.Node] | None:
     """The source and the index of what is picked along the last dimension."""
     if not is_tensor(node) or operators.read(node).name != "gather":
         return None
-    given: dict[str, Any] = dict(zip(("input", "dim", "index"), node.args, strict=False)) | node.kwargs
+    given = operators.arguments(node, "input", "dim", "index")
     source, index = given.get("input"), given.get("index")
     if given.keys() - {"input", "dim", "index", "sparse_grad"}:  # a result that is written somewhere
         return None
@@ -90,7 +88,7 @@ def _of_last(node: Any, called: str) -> fx.Node | None:
     """What the last dimension, of one, was added to by `unsqueeze` or taken of by `squeeze`."""
     if not is_tensor(node) or operators.read(node).name != called:
         return None
-    given: dict[str, Any] = dict(zip(("input", "dim"), node.args, strict=False)) | node.kwargs
+    given = operators.arguments(node, "input", "dim")
     source = given.get("input")
     if given.keys() != {"input", "dim"} or not is_tensor(source):
         return None
@@ -147,7 +145,7 @@ def log_sums(node: Any) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
         return None if whole is None else (whole, (*rows, *pieces, node))  # type: ignore[arg-type]
     if not is_tensor(node) or operators.read(node).name != "logsumexp":
         return None
-    given: dict[str, Any] = dict(zip(("input", "dim", "keepdim"), node.args, strict=False)) | node.kwargs
+    given = operators.arguments(node, "input", "dim", "keepdim")
     source, dims = given.get("input"), given.get("dim")
     if given.keys() - {"input", "dim", "keepdim"}:
         return None

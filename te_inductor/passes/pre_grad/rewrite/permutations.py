@@ -15,7 +15,6 @@ import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -84,8 +83,7 @@ def _order_of(node: fx.Node, writes: Writes) -> fx.Node | None:
 def _rewrite_sum(node: fx.Node, writes: Writes) -> None:
     """Rewrites a sum of rows that are added to zeros. What adds in place is who first reads the zeros: all others read
     its result."""
-    given: dict[str, Any] = dict(zip(("base", "dim", "index", "rows"), node.args, strict=False))
-    given |= {{"source": "rows", "src": "rows", "input": "base"}.get(key, key): one for key, one in node.kwargs.items()}
+    given = operators.arguments(node, ("base", "input"), "dim", "index", ("rows", "source", "src"))
     base, index, rows = given.get("base"), given.get("index"), given.get("rows")
     if given.get("dim") != 0 or given.get("alpha", 1) != 1 or not (is_tensor(base) and is_tensor(rows)):
         return
@@ -160,7 +158,7 @@ def _summed(each: int, rows: Tensor, order: Tensor) -> list[Tensor]:
 def _scattered(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, int] | None:
     """The zeros, the places, the order, the rows, and how many there are of each, where all rows of a matrix of zeros
     are added to."""
-    given: Any = dict(zip(("zeros", "places", "rows", "accumulate"), node.args, strict=False)) | node.kwargs
+    given = operators.arguments(node, "zeros", "places", "rows", "accumulate")
     zeros, places, rows = given["zeros"], given["places"], given["rows"]
     if not given.get("accumulate") or name(zeros) not in _ZEROS or len(zeros.users) > 1 or len(places) != 1:
         return None

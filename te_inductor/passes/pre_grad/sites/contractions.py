@@ -15,6 +15,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from te_inductor.passes.graph.operators import arguments
 from te_inductor.passes.graph.owners import from_parameter
 from te_inductor.passes.graph.tracing import as_traced, lay_in
 from te_inductor.passes.graph.values import is_tensor, is_wrapped, value
@@ -133,7 +134,7 @@ def _einsum(node: fx.Node) -> Contraction | None:
 
 
 def _tensordot(node: fx.Node) -> Contraction | None:
-    given = dict(zip(("a", "b", "dims"), node.args, strict=False)) | node.kwargs
+    given = arguments(node, "a", "b", "dims")
     a, b, dims = given.get("a"), given.get("b"), given.get("dims", 2)
     if not (isinstance(a, fx.Node) and is_tensor(a) and isinstance(b, fx.Node) and is_tensor(b)) or "out" in given:
         return None
@@ -150,9 +151,11 @@ def _tensordot(node: fx.Node) -> Contraction | None:
 
 def _inner(node: fx.Node) -> Contraction | None:
     """Sums over the last dimension of both."""
-    given = dict(zip(("input", "other"), node.args, strict=False)) | node.kwargs
+    given = arguments(node, ("input", "self"), "other")
     a, b = given.get("input"), given.get("other")
     if not (isinstance(a, fx.Node) and is_tensor(a) and isinstance(b, fx.Node) and is_tensor(b)) or "out" in given:
+        return None
+    if not (value(a).dim() and value(b).dim()):  # one of which is a number
         return None
     inner, *outer = list(_LETTERS[: value(a).dim() + value(b).dim()])
     of_a, of_b = "".join(outer[: value(a).dim() - 1]), "".join(outer[value(a).dim() - 1 :][: value(b).dim() - 1])
@@ -249,8 +252,7 @@ def _written(output: torch.Tensor, layer: EinsumLayer, made: str) -> str:
 
 READERS: dict[Any, Callable[[fx.Node], Contraction | None]] = {
     torch.functional.einsum: _einsum,
-    torch.functional.tensordot: _tensordot,
-    torch.inner: _inner,
-    "inner": _inner,
+    **dict.fromkeys((torch.functional.tensordot, "tensordot"), _tensordot),
+    **dict.fromkeys((torch.inner, "inner"), _inner),
     **dict.fromkeys(convolutions.LAYERS, _convolution),
 }

@@ -12,7 +12,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor.diagnostics import Outside, Refusal
-from te_inductor.passes.graph.operators import name
+from te_inductor.passes.graph.operators import arguments, name
 from te_inductor.passes.graph.values import is_tensor, value
 
 Sizes = tuple[Any, Any, Any]  # M, N, K
@@ -38,7 +38,7 @@ OUTSIDE = Outside("no recipe is for a convolution of several elements, or with a
 
 def operands(node: fx.Node) -> dict[str, Any]:
     """The operands of a convolution, by name."""
-    return dict(zip(NAMES[name(node)], node.args, strict=False)) | node.kwargs
+    return arguments(node, *NAMES[name(node)])
 
 
 def is_of_one_element(node: fx.Node) -> bool:

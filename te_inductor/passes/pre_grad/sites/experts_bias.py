@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from te_inductor.passes.graph import operators
-from te_inductor.passes.graph.operators import Kind, name
+from te_inductor.passes.graph.operators import Kind, arguments, name
 from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import chain
 
@@ -61,8 +61,7 @@ def _is_sorted(ids: fx.Node) -> bool:
 
 def is_ascending(node: fx.Node, called: str) -> bool:
     """Whether it is a call of `sort` or `argsort`, whichever is asked for, that sorts in ascending order."""
-    descending = node.args[2] if len(node.args) > 2 else node.kwargs.get("descending", False)
-    return name(node) == called and descending is False
+    return name(node) == called and arguments(node, "input", "dim", "descending").get("descending", False) is False
 
 
 def counts(ends: fx.Node, ids: fx.Node, experts: int) -> bool:
@@ -71,8 +70,8 @@ def counts(ends: fx.Node, ids: fx.Node, experts: int) -> bool:
     node = _uncast(total.args[0]) if name(total) == "cumsum" else None
     if node is None or name(node) != "histc":
         return False
-    given = dict(zip(("bins", "min", "max"), node.args[1:], strict=False)) | node.kwargs
-    return given == {"bins": experts, "min": 0, "max": experts - 1} and _uncast(node.args[0]) is ids
+    given = arguments(node, "input", "bins", "min", "max")
+    return _uncast(given.pop("input", None)) is ids and given == {"bins": experts, "min": 0, "max": experts - 1}
 
 
 def _uncast(node: Any) -> fx.Node:

@@ -9,7 +9,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor.passes.graph import operators
-from te_inductor.passes.graph.operators import Kind, name
+from te_inductor.passes.graph.operators import Kind, arguments, name
 from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import chain
 from te_inductor.passes.pre_grad.sites import requirements
@@ -80,7 +80,7 @@ def order_of(rows: fx.Node, count: Any) -> tuple[fx.Node, int] | None:
 
 def table_and_rows(x: fx.Node) -> tuple[Any, Any]:
     """The two operands of ``table[rows]``, in each way to write it."""
-    called, given = name(x), dict(zip(("input", "dim", "index"), x.args, strict=False)) | x.kwargs
+    called, given = name(x), arguments(x, "input", "dim", "index")
     if called == "getitem" and len(x.args) == 2:
         table, rows = x.args
         return table, rows[0] if isinstance(rows, tuple) and len(rows) == 1 else rows

@@ -8,6 +8,7 @@ parameters and buffers alone, other than by a product with an activation or a li
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -198,12 +199,9 @@ def _flops(*sizes: Any) -> int | None:
 
 
 def _given(node: fx.Node, *names: tuple[str, ...]) -> list[Any]:
-    """Arguments, by place or by any of the names that releases and overloads give them."""
-    found = []
-    for place, known in enumerate(names):
-        by_name = next((node.kwargs[one] for one in known if one in node.kwargs), None)
-        found.append(node.args[place] if place < len(node.args) else by_name)
-    return found
+    """Arguments by any of the names that releases and overloads give them."""
+    given = operators.arguments(node, *names)
+    return [given.get(own) for own, *_ in names]
 
 
 def _product(node: fx.Node, a: Any, b: Any) -> Product | None:
@@ -244,7 +242,8 @@ def _linear(node: fx.Node) -> Product | None:
 def _grouped(node: fx.Node) -> Product | None:
     """Reads a grouped product: of a 2D and a 3D operand each row meets one matrix; of two 2D ones what is summed over
     is cut in groups."""
-    a, b = _given(node, ("input", "self", "mat_a"), ("mat2", "mat_b", "weight", "other"))
+    given = operators.grouped_operands(node)
+    a, b = given.get("x"), given.get("weight")
     if not (is_tensor(a) and is_tensor(b)) or not {value(a).dim(), value(b).dim()} <= {2, 3}:
         return None
     of_a, n = list(value(a).shape), value(b).shape[-1]
@@ -274,15 +273,6 @@ def _recurrent(node: fx.Node) -> Product | None:
     return Product(node, (x, *weights), (math.prod(rows), n, k), None if None in flops else sum(flops))  # type: ignore[arg-type]
 
 
-def _inner(node: fx.Node) -> Product | None:
-    a, b = _given(node, ("input", "self"), ("other",))
-    if not (is_tensor(a) and is_tensor(b) and value(a).dim() and value(b).dim()):
-        return None
-    *rows, k = value(a).shape
-    columns = value(b).shape[:-1]
-    return Product(node, (a, b), (math.prod(rows), math.prod(columns), k), _flops(*rows, *columns, k))
-
-
 def _bilinear(node: fx.Node) -> Product | None:
     a, b, weight = _given(node, ("input1",), ("input2",), ("weight",))
     if not all(is_tensor(one) for one in (a, b, weight)):
@@ -302,8 +292,8 @@ def _chained(node: fx.Node) -> Product | None:
     return Product(node, tuple(operands), (m, value(operands[-1]).shape[1], k), total)
 
 
-def _tensordot(node: fx.Node) -> Product | None:
-    found = contractions.READERS[torch.functional.tensordot](node)
+def _contraction(read: Callable[[fx.Node], contractions.Contraction | None], node: fx.Node) -> Product | None:
+    found = read(node)
     return None if found is None else _contracted(node, found.operands, found.names, found.y)
 
 
@@ -371,7 +361,6 @@ _READERS: dict[str, Callable[[fx.Node], Product | None]] = {
     **dict.fromkeys(recurrent.NAMES, _recurrent),
     "linear": _linear,
     "einsum": _einsum,
-    "tensordot": _tensordot,
-    "inner": _inner,
+    **{name: partial(_contraction, contractions.READERS[name]) for name in ("tensordot", "inner")},
     "bilinear": _bilinear,
 }
