@@ -28,6 +28,11 @@ def by_comparison(q, k, b, padding, documents):
     return k <= q
 
 
+def by_other_names(q, k, b, padding, documents):
+    """The same, turned and turned back."""
+    return torch.less_equal(torch.subtract(k.swapaxes(-2, -1), q.mT), 0).mT
+
+
 def window(q, k, b, padding, documents):
     return (k <= q) & (k > q - 40)
 
@@ -94,6 +99,7 @@ def by_where(q, k, b, padding, documents):
 
 MASKS = {  # what each is proven to be
     by_comparison: "causal",
+    by_other_names: "causal",
     window: "causal, window",
     near: "causal with an offset, window",
     wide_window: "causal",

@@ -290,7 +290,7 @@ def kind_of(recipe: Recipe) -> type[StoredExperts]:
 
 
 def rebuild(*saved: Any) -> StoredWeight:
-    """What a pickled weight is loaded with; as of `stored_weight.rebuild`, and whether it is transposed."""
+    """What a pickled weight is loaded with; as of `stored_weight.rebuilt`, and whether it is transposed."""
     return stored_weight.rebuilt(_KINDS, *saved)
 
 

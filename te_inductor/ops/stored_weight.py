@@ -310,33 +310,26 @@ def kind_of(recipe: Recipe) -> type[StoredWeight]:
     return _KINDS[type(recipe)]
 
 
-def rebuild(
+def rebuild(*saved: Any) -> StoredWeight:
+    """What a pickled weight is loaded with; as of `rebuilt`."""
+    return rebuilt(_KINDS, *saved)
+
+
+def rebuilt(
+    kinds: Mapping[type[Recipe], type[StoredWeight]],
     kind: str,
     parts: Sequence[tuple[Tensor, torch.dtype, tuple[int, ...]]],  # bytes, what they are, their shape
     shape: tuple[int, ...],
     dtype: torch.dtype,
     recipe: Recipe,
     is_parameter: bool,
+    *more: Any,
 ) -> StoredWeight:
-    """What a pickled weight is loaded with.
+    """The weight of one of these kinds, by the recipe that it was stored for.
 
     Raises:
         StoredWeightError: as of `StoredWeight.of`.
     """
-    return rebuilt(_KINDS, kind, parts, shape, dtype, recipe, is_parameter)
-
-
-def rebuilt(
-    kinds: Mapping[type[Recipe], type[StoredWeight]],
-    kind: str,
-    parts: Sequence[tuple[Tensor, torch.dtype, tuple[int, ...]]],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    recipe: Recipe,
-    is_parameter: bool,
-    *more: Any,
-) -> StoredWeight:
-    """The weight of one of these kinds, by the recipe that it was stored for."""
     cls = kinds.get(type(recipe))
     if cls is None or cls.__name__ != kind:
         expected = ", ".join(f"{cls.__name__} for {of.__name__}" for of, cls in kinds.items())

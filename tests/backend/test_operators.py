@@ -24,6 +24,9 @@ CALLS = [
     ((torch.floor_divide, 2), ("floordiv", Kind.POINTWISE, False)),
     (("__rsub__", 2), ("rsub", Kind.POINTWISE, False)),
     ((operator.and_, True), ("and", Kind.POINTWISE, False)),
+    (("__rand__", True), ("and", Kind.POINTWISE, False)),
+    ((torch.rand,), ("rand", Kind.OTHER, False)),
+    ((torch.less_equal, 1), ("le", Kind.POINTWISE, False)),
     ((torch.nn.functional.gelu,), ("gelu", Kind.POINTWISE, False)),
     (("masked_fill_", 1, 0), ("masked_fill", Kind.POINTWISE, True)),
     ((operator.setitem, 0, 1), ("setitem", Kind.SCATTER, True)),
@@ -64,6 +67,13 @@ def test_a_tensor_says_which_elements():
     node.args = (node.args[0], index)
     assert operators.read(node).kind is Kind.INDEX
     assert operators.read(index) == ("", Kind.OTHER, False)
+
+
+def test_arguments_by_their_names():
+    node = called(torch.addmm, 1)
+    node.kwargs = {"batch2": 2, "beta": 3}
+    given = operators.arguments(node, ("first", "input", "self"), ("left", "batch1"), ("right", "batch2"))
+    assert given == {"first": node.args[0], "left": 1, "right": 2, "beta": 3}
 
 
 PERMUTATIONS = [

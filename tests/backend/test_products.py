@@ -48,6 +48,10 @@ FORMS = {
     "einsum": (lambda x, m: torch.einsum("bsd,df->bsf", x, m.p), (K, N), (2, 3, K), "matmul", (6, N, K), None),
     "tensordot": (lambda x, m: torch.tensordot(x, m.p, 1), (K, N), (2, 3, K), "matmul", (6, N, K), None),
     "inner": (lambda x, m: torch.inner(x, m.p), (N, K), (6, K), "linear", (6, N, K), None),
+    "beside inner of numbers": (
+        lambda x, m: F.linear(x, m.p) * torch.inner(x.sum(), x.mean()),
+        *((N, K), (6, K), "linear", (6, N, K), None),
+    ),
     "x @ (p * g)": (lambda x, m: x @ (m.p * m.g), (K, N), (6, K), "matmul", (6, N, K), COMPUTED),
     "a standardized weight": (
         lambda x, m: x @ ((m.p - m.p.mean()) / m.p.std()),

@@ -111,9 +111,7 @@ class LinearLayers(Operation):
         return self.spec.slots
 
     def compute(self, needs: Needs, x: Tensor, token: Tensor | None, *tensors: Any) -> tuple[tuple[Tensor, ...], Any]:
-        given, weights, biases = self._parts(tensors)
-        wanted = needs[-len(weights) - len(biases) :]
-        needed = Needed(needs[0], any(wanted[: self.count]), any(wanted[self.count :]))
+        given, weights, biases, needed = self._wanted(needs, tensors)
         dgrad, wgrad = self.of_backward
         a, of_x, shape = self.cast_input(x, given, needed._replace(weights=needed.weights and wgrad is self))
         bs, of_weights = self.cast_weights(weights, needed.x and dgrad is self)
@@ -225,6 +223,11 @@ class LinearLayers(Operation):
         weights = rest[: self.count]
         sizes = [weight.shape[-2] for weight in weights]
         return Given(groups, weights[0].dtype, sizes, weights[0].shape[-1]), weights, rest[self.count :]
+
+    def _wanted(self, needs: Needs, inputs: Sequence[Any]) -> tuple[Given, Sequence[Tensor], Sequence[Tensor], Needed]:
+        given, weights, biases = self._parts(inputs)
+        wanted = needs[-len(weights) - len(biases) :]
+        return given, weights, biases, Needed(needs[0], any(wanted[: self.count]), any(wanted[self.count :]))
 
     def _joined(self, biases: Sequence[Tensor], gemms: int) -> list[Tensor | None]:
         """The bias of each GEMM."""

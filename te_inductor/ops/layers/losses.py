@@ -29,9 +29,7 @@ class LossLayers(DenseLayers):
     groups: ClassVar[int] = 1
 
     def compute(self, needs: Needs, x: Tensor, token: Tensor | None, *tensors: Any) -> tuple[tuple[Tensor, ...], Any]:
-        given, weights, biases = self._parts(tensors)
-        wanted = needs[-len(weights) - len(biases) :]
-        needed = Needed(needs[0], any(wanted[:1]), any(wanted[1:]))
+        given, weights, biases, needed = self._wanted(needs, tensors)
         row, _, _ = self._copies([x], "input", self.input, True, False)
         _, of_weight = column_quantizers(self.slots)
         at_once = needed.x and of_weight == self.slots.weight

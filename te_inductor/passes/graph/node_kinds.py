@@ -29,6 +29,16 @@ def is_view(node: fx.Node) -> bool:
     return node.target.is_view
 
 
+def is_view_or_cast(node: fx.Node) -> bool:
+    return is_view(node) or is_cast(node)
+
+
+def is_as_large(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two tensors surely have as many elements."""
+    found, other = tensor_of(a), tensor_of(b)
+    return found is not None and other is not None and statically_known_true(found.numel() == other.numel())
+
+
 def has_shape(value: torch.Tensor | None, shape: Sequence[Any]) -> bool:
     """Whether it is a tensor that surely has, without a guard."""
     if value is None:

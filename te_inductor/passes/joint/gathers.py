@@ -11,7 +11,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from te_inductor.ops.casts import ONE_WAY
-from te_inductor.passes.graph.node_kinds import is_cast, is_view
+from te_inductor.passes.graph.node_kinds import is_view_or_cast
 
 _collectives = torch.ops._c10d_functional
 _COPIES = (torch.ops.aten.clone.default,)
@@ -51,6 +51,6 @@ def _chain(wait: fx.Node) -> list[fx.Node]:
 def _views(node: fx.Node) -> Iterator[fx.Node]:
     """Views and copies of what was gathered, which the backward's products read."""
     for user in node.users:
-        if is_view(user) or is_cast(user) or user.target in _COPIES:
+        if is_view_or_cast(user) or user.target in _COPIES:
             yield user
             yield from _views(user)

@@ -28,15 +28,14 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.checkpoint import CheckpointPolicy
 
 from te_inductor import compat, ops
 from te_inductor.lowerings.codegen.block_tiles import may_be_held
 from te_inductor.ops.casts import CASTS, TWO_WAY, TWO_WAY_KNOWN, TWO_WAY_OWN
-from te_inductor.passes.graph.node_kinds import is_cast, is_pointwise, is_view, tensor_of
+from te_inductor.passes.graph.node_kinds import is_as_large, is_pointwise, is_view, is_view_or_cast, tensor_of
 from te_inductor.passes.graph.values import bytes_of
-from te_inductor.passes.graph.walks import reached
+from te_inductor.passes.graph.walks import back_past, reached
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import Scope
 
@@ -89,9 +88,7 @@ def _release_masks(graph: fx.Graph, backward: set[fx.Node]) -> None:
     mask, a byte an element, for which the forward has a kernel of its own, and beside it the cast's column copy, another
     byte. The GEMM's output, from which the backward makes both, takes as much room, and is written anyway."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.le.Scalar):
-        relu = node.args[0]
-        while is_view(relu):  # an alias
-            relu = relu.all_input_nodes[0]
+        relu: Any = back_past(node.args[0], is_view)  # of an alias
         if relu.target is not torch.ops.aten.relu.default or not _is_product(relu.args[0]):
             continue
         marked = node in backward or "recompute" in node.meta or "recompute" in relu.meta
@@ -111,9 +108,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 def _is_product(node: fx.Node) -> bool:
     """Whether it is a GEMM's output, or a view of one."""
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node.target is ops.scaled_mm
+    return back_past(node, is_view).target is ops.scaled_mm
 
 
 def _is_random(node: fx.Node) -> bool:
@@ -168,18 +163,17 @@ def _release_weights(graph: fx.Graph, backward: set[fx.Node], available: set[fx.
             cast.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
-def _spared(source: fx.Node, backward: set[fx.Node], available: set[fx.Node]) -> int:
+def _spared(copied: fx.Node, backward: set[fx.Node], available: set[fx.Node]) -> int:
     """The bytes of a layer's input that high precision saves and a copy of it spares. None of what the backward reads
     anyway, as attention's output, or computes in high precision too, as a norm's. Less the masks of it, which high
     precision finds in the input itself."""
-    while is_view(source) or source.target is torch.ops.aten.clone.default:
-        source = source.all_input_nodes[0]
-    if source in available and not is_pointwise(source):
+    made = back_past(copied, lambda node: is_view(node) or node.target is torch.ops.aten.clone.default)
+    if made in available and not is_pointwise(made):
         return 0
-    views = reached([source], lambda node: [user for user in node.users if user not in backward and is_view(user)])
+    views = reached([made], lambda node: [user for user in node.users if user not in backward and is_view(user)])
     readers = (user for node in views for user in node.users if user not in backward and user not in views)
     masks = (user for user in readers if "recompute" not in user.meta and _is_mask(user, backward))
-    return bytes_of(source.meta["val"]) - sum(bytes_of(mask.meta["val"]) for mask in masks)
+    return bytes_of(made.meta["val"]) - sum(bytes_of(mask.meta["val"]) for mask in masks)
 
 
 def _is_mask(node: fx.Node, backward: set[fx.Node]) -> bool:
@@ -284,7 +278,7 @@ def _are_of_norms(sources: Sequence[fx.Node], available: set[fx.Node]) -> bool:
     for source in sources:
         nodes = reached([source], lambda node: node.all_input_nodes if is_computed(node) else ())
         read = [node for node in nodes if not is_computed(node)]
-        tensors = [node for node in read if not _is_little(node) and _is_as_large(node, source)]
+        tensors = [node for node in read if not _is_little(node) and is_as_large(node, source)]
         if len(tensors) != 1 or not any(_is_little(node) and node.op == "call_function" for node in read):
             return False
     return True
@@ -292,9 +286,7 @@ def _are_of_norms(sources: Sequence[fx.Node], available: set[fx.Node]) -> bool:
 
 def _is_of_input(x: fx.Node) -> bool:
     """Whether `x` is an input of the graph, or a view or cast of one."""
-    while is_view(x) or is_cast(x):
-        x = x.all_input_nodes[0]
-    return x.op == "placeholder"
+    return back_past(x, is_view_or_cast).op == "placeholder"
 
 
 def _after(starts: list[fx.Node]) -> set[fx.Node]:
@@ -313,7 +305,7 @@ def _available(graph: fx.Graph, backward: set[fx.Node]) -> set[fx.Node]:
         if any(user in backward for user in node.users if user.op != "output"):
             read.update((node, origins[node]))
     for node in reversed(graph.nodes):  # a view of all of it
-        if any(user in read and is_view(user) and _is_as_large(user, node) for user in node.users):
+        if any(user in read and is_view(user) and is_as_large(user, node) for user in node.users):
             read.add(node)
     available: set[fx.Node] = set()
     for node in graph.nodes:
@@ -343,7 +335,7 @@ def _origins(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         ):
             continue
         sources = [source for source in node.all_input_nodes if source.target not in _CONSTANTS]
-        large = [source for source in sources if _is_as_large(source, node)]
+        large = [source for source in sources if is_as_large(source, node)]
         again = node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
         if large and (again or all(value.itemsize >= source.meta["val"].itemsize for source in large)):
             [origin, *others] = {found[source] for source in large}
@@ -356,13 +348,6 @@ def _is_vector(node: fx.Node) -> bool:
     """Whether a node is a vector of the graph's inputs, as a norm's bias is, which are in memory anyway."""
     value = tensor_of(node)
     return node.op == "placeholder" and value is not None and value.dim() == 1
-
-
-def _is_as_large(a: fx.Node, b: fx.Node) -> bool:
-    found, other = tensor_of(a), tensor_of(b)
-    if found is None or other is None:
-        return False
-    return statically_known_true(found.numel() == other.numel())
 
 
 def _is_wider(a: fx.Node, b: fx.Node) -> bool:

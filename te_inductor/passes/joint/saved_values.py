@@ -40,9 +40,16 @@ from te_inductor import ops
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.aliases import origins
 from te_inductor.passes.graph.casts import QUANTIZE
-from te_inductor.passes.graph.node_kinds import is_cast, is_pointwise, is_view, tensor_of
+from te_inductor.passes.graph.node_kinds import (
+    is_as_large,
+    is_cast,
+    is_pointwise,
+    is_view,
+    is_view_or_cast,
+    tensor_of,
+)
 from te_inductor.passes.graph.values import bytes_of
-from te_inductor.passes.graph.walks import reached
+from te_inductor.passes.graph.walks import back_past, reached
 from te_inductor.recipes import Quantizer
 
 aten = torch.ops.aten
@@ -145,10 +152,7 @@ def _memory(nodes: Sequence[Any]) -> set[Any]:
 
 
 def _held(node: fx.Node, held: set[Any]) -> Refusal | None:
-    root = node
-    while is_view(root):
-        root = root.all_input_nodes[0]
-    if root.op in ("placeholder", "get_attr"):
+    if back_past(node, is_view).op in ("placeholder", "get_attr"):
         return Refusal("it is a view of an input of the graph, which its caller holds")
     if origins(node) & held:
         return Refusal("the graph returns it, or a tensor in the same memory")
@@ -211,12 +215,11 @@ def _bytes_cast(value: torch.Tensor) -> int:
 
 def _of_origin(node: fx.Node) -> Refusal | None:
     """Softmax relies on its rows adding up to one."""
-    while is_view(node) or is_cast(node):
-        node = node.all_input_nodes[0]
+    node = back_past(node, is_view_or_cast)
     if node.target in (aten._softmax.default, aten._log_softmax.default):
         return Refusal("it is a softmax, whose gradient relies on sums of one")
     if node.target is aten.div.Tensor and isinstance(node.args[1], fx.Node):
-        below = reached([node.args[1]], lambda one: one.all_input_nodes if is_view(one) or is_cast(one) else ())
+        below = reached([node.args[1]], lambda one: one.all_input_nodes if is_view_or_cast(one) else ())
         if any(one.target is aten.sum.dim_IntList and node.args[0] in one.all_input_nodes for one in below):
             return Refusal("it is a softmax, whose gradient relies on sums of one")
     return None
@@ -230,12 +233,12 @@ def _last_alone(node: fx.Node, later: set[fx.Node], known: dict[str, fx.Node]) -
         [user] = chain[-1].users
         others = [one for one in user.all_input_nodes if one is not chain[-1]]
         computed = user not in later and (is_pointwise(user) or is_view(user))
-        if not computed or not all(_is_known(one, known) for one in (user, *others)) or not _is_as_large(user, node):
+        if not computed or not all(_is_known(one, known) for one in (user, *others)) or not is_as_large(user, node):
             break
         chain.append(user)
-    while len(chain) > 1 and (is_view(chain[-1]) or is_cast(chain[-1])):
+    while len(chain) > 1 and is_view_or_cast(chain[-1]):
         narrower = tensor_of(chain[-1]).itemsize < tensor_of(chain[-2]).itemsize  # type: ignore[union-attr]
-        if narrower and not all(is_view(one) or is_cast(one) for one in chain[1:]):
+        if narrower and not all(is_view_or_cast(one) for one in chain[1:]):
             break
         chain.pop()
     return chain[-1]
@@ -243,11 +246,6 @@ def _last_alone(node: fx.Node, later: set[fx.Node], known: dict[str, fx.Node]) -
 
 def _is_known(node: fx.Node, known: dict[str, fx.Node]) -> bool:
     return node.name in known and (node.op == "placeholder" or known[node.name].target == node.target)
-
-
-def _is_as_large(node: fx.Node, other: fx.Node) -> bool:
-    a, b = tensor_of(node), tensor_of(other)
-    return a is not None and b is not None and statically_known_true(a.numel() == b.numel())
 
 
 def _of_readers(value: fx.Node, later: set[fx.Node], cast: set[fx.Node]) -> Refusal | None:
@@ -364,8 +362,8 @@ def _sum(node: fx.Node, first: Dependence | None, second: Dependence | None) -> 
 def _is_bias(node: fx.Node, other: Any) -> bool:
     """Whether a norm's bias is added, for a copy of a layer's input and nothing else."""
     vector = isinstance(other, fx.Node) and other.op == "placeholder" and tensor_of(other).dim() == 1  # type: ignore[union-attr]
-    behind = reached([node], lambda one: one.users if is_view(one) or is_cast(one) or one is node else ())
-    return vector and all(one.target in _ENDS for one in behind if not (is_view(one) or is_cast(one) or one is node))
+    behind = reached([node], lambda one: one.users if is_view_or_cast(one) or one is node else ())
+    return vector and all(one.target in _ENDS for one in behind if not (is_view_or_cast(one) or one is node))
 
 
 def _choice(node: fx.Node, value: fx.Node, kinds: dict[fx.Node, Dependence]) -> Dependence | None:

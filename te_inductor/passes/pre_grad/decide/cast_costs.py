@@ -34,6 +34,7 @@ from te_inductor.passes.graph import operators
 from te_inductor.passes.graph.aliases import is_opaque, memory
 from te_inductor.passes.graph.operators import Kind, name
 from te_inductor.passes.graph.values import is_tensor, value
+from te_inductor.passes.graph.walks import back_past
 from te_inductor.passes.pre_grad.sites.rule import Match
 
 # What makes a tensor: a kernel that Inductor generates, for low-precision GEMMs alone; such a kernel, and others read
@@ -214,9 +215,7 @@ class Makers:
 
     def of_input(self, match: Match) -> Maker:
         """What makes x."""
-        node = match.x
-        while is_view(node):
-            node = node.all_input_nodes[0]
+        node = back_past(match.x, is_view)
         if node.op in ("placeholder", "get_attr") or self._is_foreign(node):
             return "memory"
         return "kernel" if all(user in self.low for user in _readers(node)) else "shared kernel"

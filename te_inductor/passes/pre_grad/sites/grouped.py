@@ -103,13 +103,11 @@ class Grouped(Rule):
         )  # fmt: skip
 
     def rewrite(self, match: Match, emit: Emit) -> None:
-        with match.node.graph.inserting_before(match.node):
-            [new] = emit([match], match.operand(), [match.matrices()])
         adder = adder_of(match)
         if adder is not None:
-            adder.replace_all_uses_with(new)
+            adder.replace_all_uses_with(match.node)
             match.node.graph.erase_node(adder)
-        replace_layer(match, new)
+        super().rewrite(match, emit)
 
 
 def undisturbed(match: Match, writes: Writes, last: fx.Node | None = None) -> Match:
