@@ -137,7 +137,7 @@ def _of_the_past(amax: Tensor | None, quantizer: Quantizer) -> ScalePair | None:
 
 def _squares(pairs: Sequence[tuple[Tensor, Tensor]], weights: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """The squares of a product's errors and of its values, each times its weight's, row by row."""
-    weighed = weights or [torch.ones(()).to(exact) for exact, _ in pairs]
+    weighed = weights or [exact.new_ones(()) for exact, _ in pairs]
     given = [(exact, low, weight) for (exact, low), weight in zip(pairs, weighed, strict=True)]
     noise = torch.cat([((low - exact) * weight).double().square().sum(1) for exact, low, weight in given])
     signal = torch.cat([(exact * weight).double().square().sum(1) for exact, _, weight in given])
