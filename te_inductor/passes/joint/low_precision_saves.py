@@ -22,6 +22,7 @@ from te_inductor.diagnostics import Outside, Refusal, announce, log, say
 from te_inductor.passes.graph.custom_pass import package_hash
 from te_inductor.passes.graph.effect import Effect
 from te_inductor.passes.graph.module_path import module_path
+from te_inductor.passes.graph.node_kinds import is_cast, is_pointwise
 from te_inductor.passes.graph.tracing import take_place
 from te_inductor.passes.joint.saved_values import QUANTIZER, Saved, decide, size_node
 from te_inductor.presentation.paths import names_of
@@ -57,6 +58,7 @@ class SavingPartitioner(CustomPartitionerFn):  # type: ignore[misc]
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **given: Any) -> Any:
         partition = self.theirs or min_cut_rematerialization_partition
+        _read_casts_themselves(gm.graph)
         modules = partition(gm, joint_inputs, **given)
         found = save(modules[0].graph, modules[1].graph, given["num_fwd_outputs"], self._refuse)
         for module in modules:
@@ -78,6 +80,18 @@ class SavingPartitioner(CustomPartitionerFn):  # type: ignore[misc]
 
     def __reduce__(self) -> Any:
         return type(self), (self.theirs, self.entries)
+
+
+def _read_casts_themselves(graph: fx.Graph) -> None:
+    """Gives arithmetic the casts of which it reads copies, as LayerNorm's backward does in 16 bits. What it then computes
+    of one is what the forward computes, and may be saved in the value's place: the difference from the mean."""
+    for node in graph.find_nodes(op="call_function", target=aten.clone.default):
+        source: Any = node.args[0]
+        same = node.meta["val"].stride() == source.meta["val"].stride()
+        marked = "recompute" in node.meta  # a checkpoint's decision
+        if same and not marked and is_cast(source) and all(map(is_pointwise, node.users)):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
 
 
 def _row(one: Saved) -> SavedSite:
