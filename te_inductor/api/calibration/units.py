@@ -1,5 +1,6 @@
 """Layers that have one choice together: what each choice takes and loses, and the policy that follows from them."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import correlation
@@ -23,7 +24,7 @@ class Unit:
     def layers(self) -> dict[str, tuple[Any, int, int]]:
         return {fqn: sizes for group in self.groups for fqn, sizes in group.layers.items()}
 
-    @property
+    @functools.cached_property  # which is asked for again and again, and whose keys are large
     def gains(self) -> dict[Choice, float]:
         """Seconds that each choice saves that all groups can have."""
         common = [choice for choice in self.groups[0].gains if all(choice in group.gains for group in self.groups)]
@@ -41,7 +42,7 @@ class Unit:
 
     @property
     def fastest(self) -> Choice:
-        return max(self.gains, key=lambda choice: self.gains[choice])
+        return max(self.gains, key=self.gains.__getitem__)
 
     def cost(self, choice: Choice, lost: Lost) -> float:
         """What all products lose together."""
