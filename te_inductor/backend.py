@@ -43,7 +43,7 @@ from te_inductor.runtime.extra_inputs import bind
 from te_inductor.runtime.omitted_logits import leave_out
 from te_inductor.runtime.state import misfits
 from te_inductor.runtime.weights import cached_weights
-from te_inductor.runtime.weights.followed_weights import following
+from te_inductor.runtime.weights.followed_weights import following, is_followed
 from te_inductor.templates.cutlass import build
 
 # Sums over the experts of a row, which gather rows: as a reduction, Inductor (2.11, 2.13) gives neighbouring threads
@@ -94,7 +94,8 @@ def te(
             compiled = _compile_or_restore(plan, inductor, originals)
     compare_compiles(plan)
     compiled_graphs.note(plan.outcome.report, plan.outcome.weights)
-    return following(compiled, [place for place, given in enumerate(example_inputs) if isinstance(given, StoredWeight)])
+    looks = [place for place, one in enumerate(example_inputs) if isinstance(one, StoredWeight) or is_followed(one)]
+    return following(compiled, looks)
 
 
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:

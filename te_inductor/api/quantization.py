@@ -187,7 +187,7 @@ def _replace(chosen: Sequence[tuple[MultipliedWeight, Recipe]]) -> None:
     done: dict[Tensor, nn.Parameter] = {}
     with progress(len(chosen), "quantize_") as advance:
         for together in multiplied_as_one(chosen):
-            shared = shared_by(together)
+            shared = shared_by([held.weight for held, _ in together], together[0][1])
             for held, recipe in together:
                 weight = held.weight
                 if weight not in done:
@@ -197,10 +197,10 @@ def _replace(chosen: Sequence[tuple[MultipliedWeight, Recipe]]) -> None:
                 advance()
 
 
-def shared_by(together: Sequence[tuple[MultipliedWeight, Recipe]]) -> tuple[Any, ...]:
+def shared_by(weights: Sequence[Tensor], recipe: Recipe) -> tuple[Any, ...]:
     """What weights share that are multiplied as one matrix."""
     with torch.no_grad():
-        return kind_of(together[0][1]).shared([held.weight.detach() for held, _ in together]) if together[1:] else ()
+        return kind_of(recipe).shared([weight.detach() for weight in weights]) if weights[1:] else ()
 
 
 def multiplied_as_one(

@@ -1,8 +1,9 @@
 """`rollout`: a view of a model that trains, for generation, whose stored weights follow the parameters."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -16,10 +17,14 @@ from te_inductor.api.quantization import (
     chosen_weights,
     multiplied_as_one,
     of_form,
+    of_structure,
     shared_by,
     unwrapped,
 )
+from te_inductor.api.rollout_shards import GatheringRanks, Shards, copy_others, in_chunks, place_of, shards_of
+from te_inductor.compat.fsdp import ShardedParameter, is_sharded, without_sharding
 from te_inductor.config import Fallback
+from te_inductor.diagnostics import Refusal
 from te_inductor.errors import OptionError, StoredWeightError, wrong_type
 from te_inductor.ops.stored_again import Rewriter, are_finite
 from te_inductor.ops.stored_weight import StoredWeight, as_parameter, show_stored
@@ -27,7 +32,7 @@ from te_inductor.passes.pre_grad.decide.policy import Policy
 from te_inductor.presentation.paths import layer_path
 from te_inductor.recipes import Recipe
 from te_inductor.runtime.weights import followed_weights
-from te_inductor.runtime.weights.followed_weights import FollowedView, FollowedWeights
+from te_inductor.runtime.weights.followed_weights import FollowedView, FollowedWeights, ParameterPlace
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -50,13 +55,17 @@ def rollout(
     replaced. Writes to `parameter.data`, and those of other kernels and collectives, are not: call
     `refresh_rollout(view)` behind them, and before a graph runs that another backend has compiled.
 
+    Of a model that `fully_shard` has sharded each rank gets a view of the whole, with copies of what is not stored. What
+    has changed is gathered: all ranks run their views, or call `refresh_rollout`, between the same steps.
+
     The view has no copy in high precision of what it stores: besides the model it takes 4.5 or 8 bits a weight. Hooks,
     configurations and other attributes are copied as they are. Move, cast and load the model, not its view.
 
     Raises:
-        OptionError: `model` is no module, is sharded, or cannot be copied, or as of `quantize_`.
+        OptionError: `model` is no module, is sharded otherwise, or cannot be copied, or as of `quantize_`.
         RecipeError: unknown recipe, or one whose weights cannot be stored.
         StoredWeightError: a parameter has values that are not finite, here or when it is stored again.
+        StateError: another rank did not come to where parameters are gathered.
         FallbackError: with ``fallback="error"``.
     """
     if not isinstance(model, nn.Module):
@@ -66,19 +75,27 @@ def rollout(
     options = config.parse({"policy": policy or {}, "fallback": fallback})
     policies, default = Policy(options.policy), recipes.resolve(recipe)
     view, source_of = _view(model)
-    chosen, said = chosen_weights(view, policies, default, of_form)
+    shards = shards_of(model)
+
+    def refusal(held: MultipliedWeight, owners: Mapping[Tensor, Sequence[nn.Module]]) -> Refusal | None:
+        is_shard = (source_of[held.module], held.parameter) in shards
+        return of_structure(held, owners) if is_shard else of_form(held, owners)
+
+    chosen, said = chosen_weights(view, policies, default, refusal)
     policies.tell(said, options.fallback)
-    _store(chosen, source_of, options.fallback)
-    _share(source_of)
+    _store(chosen, source_of, shards, options.fallback)
+    _share(source_of, shards)
     return view
 
 
 def refresh_rollout(view: nn.Module) -> None:
-    """Stores all weights of a view again, whether or not a change of their parameters was seen.
+    """Stores all weights of a view again, whether or not a change of their parameters was seen; of a sharded model on all
+    ranks together, of which the others may run their views.
 
     Raises:
         OptionError: `view` is none that `rollout` returned.
         StoredWeightError: a parameter has values that are not finite.
+        StateError: another rank did not come to where parameters are gathered.
     """
     found = followed_weights.of(view.parameters()) if isinstance(view, nn.Module) else {}
     if not found:
@@ -91,15 +108,26 @@ def refresh_rollout(view: nn.Module) -> None:
 
 
 def _check(model: nn.Module) -> None:
+    shards = shards_of(model)
     for name, module in model.named_modules():
         path = layer_path(name) or type(module).__name__
-        sharded = [key for key, one in module._parameters.items() if isinstance(one, DTensor) or hasattr(one, "ds_id")]
+        sharded = [
+            key
+            for key, one in module._parameters.items()
+            if (isinstance(one, DTensor) and (module, key) not in shards) or hasattr(one, "ds_id")
+        ]
         if type(module).__name__ == "FullyShardedDataParallel" or sharded:
             what = f"{path}.{sharded[0]}" if sharded else path
             raise OptionError(
-                f"{what} is sharded over ranks, expected whole parameters, as a view generates on one rank; gather them in"
-                " the engine that generates: te_inductor.stream_quantized(model, recipe) sends what quantize_ would store,"
-                " one layer at a time"
+                f"{what} is sharded over ranks, expected whole parameters, or fully_shard (FSDP2) alone, as a view generates"
+                " on one rank; gather them in the engine that generates: te_inductor.stream_quantized(model, recipe) sends"
+                " what quantize_ would store, one layer at a time"
+            )
+        offloaded = [key for key in module._parameters if (module, key) in shards and shards[module, key].is_offloaded]
+        if offloaded:
+            raise OptionError(
+                f"{path}.{offloaded[0]} is sharded with an offload_policy, expected shards that stay on the device, where a"
+                " rollout gathers them; call fully_shard without offload_policy=CPUOffloadPolicy()"
             )
         if any(isinstance(one, StoredWeight) for one in module._parameters.values()):
             raise OptionError(
@@ -112,10 +140,12 @@ def _view(model: ModelT) -> tuple[ModelT, dict[nn.Module, nn.Module]]:
     """A copy of the modules alone, whose tensors are the model's, and the module behind each of the copies."""
     memo: dict[int, Any] = {id(tensor): tensor for tensor in _tensors(model)}
     try:
-        for module in model.modules():
+        for module in reversed(list(model.modules())):  # what is in a module before it
             compiled = module._modules.get("_orig_mod")
             if compiled is not None:  # a block that is compiled by itself
                 memo[id(module)] = copy.deepcopy(compiled, memo)
+            elif is_sharded(module):
+                memo[id(module)] = copy.deepcopy(without_sharding(module), memo)
         view = copy.deepcopy(model, memo)
     except Exception as error:
         raise OptionError(
@@ -149,57 +179,76 @@ class _Refusal:
         )
 
 
-def _share(source_of: dict[nn.Module, nn.Module]) -> None:
-    """Has modules without stored weights hold whatever the model's hold, also where it is replaced."""
+def _share(source_of: dict[nn.Module, nn.Module], shards: Shards) -> None:
+    """Has modules without stored weights, and without copies, hold whatever the model's hold, also where it is
+    replaced."""
     for module, source in source_of.items():
         module._buffers = source._buffers
-        if not any(isinstance(one, StoredWeight) for one in module._parameters.values()):
+        copied = any((source, name) in shards for name in source._parameters)
+        if not copied and not any(isinstance(one, StoredWeight) for one in module._parameters.values()):
             module._parameters = source._parameters
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Stored:
     """A weight of the view, and of the model."""
 
     view: MultipliedWeight
     source: MultipliedWeight
     recipe: Recipe
+    shards: Shards
+
+    @cached_property
+    def shard(self) -> ShardedParameter | None:
+        return self.shards.get((self.source.module, self.source.parameter))
 
     @property
-    def places(self) -> list[tuple[nn.Module, str]]:
-        """The modules and names under which the model holds it and what is beside it."""
+    def parameter(self) -> Tensor:
+        """The parameter that training updates."""
+        return self.source.weight if self.shard is None else self.shard.sharded
+
+    @property
+    def rows(self) -> Tensor:
+        """What this rank has of the weight."""
+        return self.source.weight if self.shard is None else self.shard.rows
+
+    @property
+    def whole(self) -> Tensor:
+        return self.source.weight.detach() if self.shard is None else self.shard.whole
+
+    @property
+    def places(self) -> list[ParameterPlace]:
+        """The places where the model holds it and what is beside it."""
         held = self.source.module._parameters
-        return [(self.source.module, name) for name, one in held.items() if one is not None]
+        plain = [name for name, one in held.items() if one is not None and not self._is_shard(name)]
+        mine = [] if self.shard is None else [place_of(self.shard)]
+        return mine + [ParameterPlace(held, name) for name in plain]
+
+    def _is_shard(self, name: str) -> bool:
+        return (self.source.module, name) in self.shards
 
     @property
     def replaced(self) -> list[str]:
         """The names of what the model holds beside the weight, as a bias, and has replaced."""
         beside, found = self.view.module._parameters, self.source.module._parameters
-        plain = [name for name, one in beside.items() if not isinstance(one, StoredWeight)]
+        plain = [name for name, one in beside.items() if not isinstance(one, StoredWeight) and not self._is_shard(name)]
         return [name for name in plain if beside[name] is not found[name] and name != self.source.parameter]
 
-    def share_others(self) -> StoredWeightError | None:
-        """Has the view hold what the model holds beside the weight. Who runs a compiled graph has read the view before,
-        and has to be told."""
-        replaced = self.replaced
-        self.view.module._parameters.update({name: self.source.module._parameters[name] for name in replaced})
-        if not replaced:
-            return None
-        return StoredWeightError(
-            f"{replaced[0]} beside {self.source.names[0]} is another tensor than before, expected the same one with"
-            " other values; call te_inductor.refresh_rollout(view) behind what puts other parameters into the model, as"
-            " load_state_dict(assign=True)"
-        )
+    def share_others(self) -> None:
+        """Has the view hold what the model holds beside the weight."""
+        found = self.source.module._parameters
+        self.view.module._parameters.update({name: found[name] for name in self.replaced})
 
     def refusal(self, is_finite: bool) -> StoredWeightError | None:
         """Why the weight cannot be stored."""
-        held, weight = self.view.weight, self.source.weight
+        held, weight = self.view.weight, self.source.weight if self.shard is None else self.shard
         if not is_finite:
             return StoredWeightError(
                 f"{self.source.names[0]} has values that are not finite, expected finite ones, as a rollout stores the"
                 " weight; look for the step that made them"
             )
-        if (held.shape, held.dtype, held.device) != (weight.shape, weight.dtype, weight.device):
+        is_first = not isinstance(held, StoredWeight)
+        if not is_first and (held.shape, held.dtype, held.device) != (weight.shape, weight.dtype, weight.device):
             return StoredWeightError(
                 f"{self.source.names[0]} is {list(weight.shape)} {weight.dtype} on {weight.device}, expected"
                 f" {list(held.shape)} {held.dtype} on {held.device}, as when its view was made; call"
@@ -215,34 +264,51 @@ class _Group:
     weights: Sequence[_Stored]
     new: Sequence[_Stored]  # those that no other group stores
 
+    @property
+    def gathered_bytes(self) -> int:
+        """How much memory it takes to have the weights whole."""
+        shards = [one.shard for one in self.weights if one.shard is not None]
+        return sum(shard.shape.numel() * shard.dtype.itemsize for shard in shards)
+
     def again(self) -> Iterator[tuple[StoredWeight, Tensor, tuple[Any, ...]]]:
         """What the view holds and is to be written, with the weight and what it shares; at the first time the weight is
         stored here."""
-        shared = shared_by([(one.source, one.recipe) for one in self.weights])
-        for one in self.new:
+        whole = [one.whole for one in self.weights]
+        shared = shared_by(whole, self.weights[0].recipe)
+        for one, weight in zip(self.weights, whole, strict=True):
             held = one.view.weight
+            if one not in self.new:
+                continue
             if isinstance(held, StoredWeight):
-                yield held, one.source.weight, shared
+                yield held, weight, shared
             else:
-                setattr(one.view.module, one.view.parameter, as_parameter(one.source.stored(one.recipe, shared)))
+                setattr(one.view.module, one.view.parameter, as_parameter(one.source.stored(one.recipe, shared, weight)))
 
 
 def _store(
-    chosen: Sequence[tuple[MultipliedWeight, Recipe]], source_of: dict[nn.Module, nn.Module], fallback: Fallback
+    chosen: Sequence[tuple[MultipliedWeight, Recipe]],
+    source_of: dict[nn.Module, nn.Module],
+    shards: Shards,
+    fallback: Fallback,
 ) -> None:
     first: dict[Tensor, MultipliedWeight] = {}
     held: list[tuple[MultipliedWeight, Tensor]] = []
-    view = FollowedView(_Storing(Rewriter(fallback)))
+    ranks = GatheringRanks(shards, [f"{held.names[0]} {recipe}" for held, recipe in chosen]) if shards else None
+    view = FollowedView(_Storing(Rewriter(fallback), ranks))
     for together in multiplied_as_one(chosen):
-        group = [_Stored(held, replace(held, module=source_of[held.module]), recipe) for held, recipe in together]
-        new = list({one.source.weight: one for one in group if one.source.weight not in first}.values())
+        group = [
+            _Stored(held, replace(held, module=source_of[held.module]), recipe, shards) for held, recipe in together
+        ]
+        new = list({one.parameter: one for one in group if one.parameter not in first}.values())
         if new:
             places = [place for one in group for place in one.places]
             view.weights.append(FollowedWeights(view, places, _Group(group, new)))
-        first |= {one.source.weight: one.view for one in new}
-        held += [(one.view, one.source.weight) for one in group]
+        first |= {one.parameter: one.view for one in new}
+        held += [(one.view, one.parameter) for one in group]
+    stored = list(view.weights)
+    copy_others(view, [(held.module, held.parameter) for held, _ in chosen], source_of, shards)
     view.look(view.weights)
-    for weights in view.weights:
+    for weights in stored:
         followed_weights.add([one.view.weight for one in weights.group.new], weights)
     for one, source in held:
         setattr(one.module, one.parameter, first[source].weight)
@@ -254,25 +320,64 @@ class _Storing:
     """Stores weights of a view whose parameters have changed."""
 
     rewriter: Rewriter
+    ranks: GatheringRanks | None  # None: no other rank has a part of them
 
     @torch.no_grad()
     def __call__(
         self, changed: Sequence[FollowedWeights], others: Sequence[FollowedWeights], asked: bool
     ) -> list[FollowedWeights]:
-        told = [error for weights in changed for one in weights.group.weights if (error := one.share_others())]
-        if told and not asked:
-            raise told[0]
-        # What is not looked at is left to who looks at it, if something is wrong with it.
-        others = [weights for weights in others if not any(one.replaced for one in weights.group.weights)]
-        finite = are_finite([one.source.weight for weights in (*changed, *others) for one in weights.group.weights])
-        stored = []
-        for weights in (*changed, *others):
-            group: _Group = weights.group
-            with torch._C.DisableTorchFunctionSubclass():  # to ask for a stored weight's shape is a look, and slow
-                refused = [error for one in group.weights if (error := one.refusal(finite[one.source.weight]))]
-            if not refused:
-                stored.append(weights)
-            elif weights in changed:
-                raise refused[0]
-        self.rewriter(each for weights in stored for each in weights.group.again())
+        if self.ranks is not None:
+            changed, others, asked = self._of_all_ranks(self.ranks, changed, others, asked)
+        refused = self._refused(changed, others, asked)
+        for weights in changed:
+            if weights in refused:
+                raise refused[weights]
+        stored = [weights for weights in (*changed, *others) if weights not in refused]
+        for chunk in in_chunks(stored):
+            self.rewriter(each for weights in chunk for each in weights.group.again())
         return stored
+
+    def _of_all_ranks(
+        self, ranks: GatheringRanks, changed: Sequence[FollowedWeights], others: Sequence[FollowedWeights], asked: bool
+    ) -> tuple[list[FollowedWeights], list[FollowedWeights], bool]:
+        """What has changed by the eyes of any rank, in the view's order."""
+        view = changed[0].view.weights
+        places = {weights: place for place, weights in enumerate(view)}
+        told = ranks.all([[places[weights] for weights in some] for some in (changed, others)] + [asked])
+        looked = {place for mine, _, _ in told for place in mine}
+        rest = {place for _, mine, _ in told for place in mine} - looked
+        seen, unseen = ([view[place] for place in sorted(some)] for some in (looked, rest))
+        return seen, unseen, any(asked for *_, asked in told)
+
+    def _refused(
+        self, changed: Sequence[FollowedWeights], others: Sequence[FollowedWeights], asked: bool
+    ) -> dict[FollowedWeights, StoredWeightError]:
+        """Why some of them cannot be stored, on any rank. What is not looked at is left to who looks at it."""
+        found, looked = dict[FollowedWeights, StoredWeightError](), set(changed)
+        for weights in (*changed, *others):
+            for one in weights.group.weights:
+                # Who runs a compiled graph has read the view before, and has to be told.
+                if (replaced := one.replaced) and not (asked and weights in looked):
+                    found[weights] = _replaced(one, replaced[0])
+                if weights in looked:
+                    one.share_others()
+        rows = {one: one.rows for weights in (*changed, *others) for one in weights.group.weights}
+        finite = are_finite(list(rows.values()))
+        with torch._C.DisableTorchFunctionSubclass():  # to ask for a stored weight's shape is a look, and slow
+            for weights in (*changed, *others):
+                errors = (one.refusal(finite[rows[one]]) for one in weights.group.weights)
+                if error := next(filter(None, errors), None):
+                    found.setdefault(weights, error)
+        if self.ranks is None:
+            return found
+        view = changed[0].view.weights
+        told = self.ranks.all([[view.index(weights), str(error)] for weights, error in found.items()])
+        return {view[place]: StoredWeightError(text) for errors in told for place, text in errors} | found
+
+
+def _replaced(one: _Stored, name: str) -> StoredWeightError:
+    return StoredWeightError(
+        f"{name} beside {one.source.names[0]} is another tensor than before, expected the same one with other values; call"
+        " te_inductor.refresh_rollout(view) behind what puts other parameters into the model, as"
+        " load_state_dict(assign=True)"
+    )

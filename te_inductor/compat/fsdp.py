@@ -49,6 +49,30 @@ class ShardedParameter:
         return wanted if wanted is not None else self.sharded.dtype  # type: ignore[no-any-return]
 
     @property
+    def place(self) -> tuple[dict[str, Any], str]:
+        """The names among which `sharded` is found, and its own."""
+        return vars(self.param), "sharded_param"
+
+    @property
+    def rows(self) -> Tensor:
+        """The rank's rows, which may be none, in the dtype in which FSDP gathers them; without a record."""
+        return self._detached._local_tensor  # type: ignore[no-any-return]
+
+    @property
+    def whole(self) -> Tensor:
+        """All rows, gathered, without a record; all ranks ask at once."""
+        return self._detached.full_tensor()  # type: ignore[no-any-return]
+
+    @property
+    def _detached(self) -> Any:
+        return self.sharded.detach().to(self.dtype)
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether its rows are on the CPU, and gathered on another device."""
+        return bool(self.param.offload_to_cpu)
+
+    @property
     def data(self) -> Tensor:
         """The rank's rows, with zeros behind where it has fewer than the first rank."""
         return self.param._sharded_param_data.view(self.param.padded_sharded_param_size)  # type: ignore[no-any-return]
@@ -120,7 +144,7 @@ class ShardedParameter:
 
     def group_refusal(self) -> tuple[str, str] | None:
         """What of its `fully_shard` call rules out another all-gather, and what would not."""
-        if self.param.offload_to_cpu:
+        if self.is_offloaded:
             return "offload_policy=CPUOffloadPolicy()", "an offload_policy that leaves shards on the device"
         if self.group._use_post_forward_mesh:
             return "an int for reshard_after_forward", "True or False"
@@ -137,6 +161,28 @@ def sharded_parameters(model: nn.Module) -> Iterator[ShardedParameter]:
             if id(group) not in seen:
                 seen.add(id(group))
                 yield from (ShardedParameter(param, group) for param in group.fsdp_params)
+
+
+def without_sharding(module: nn.Module) -> nn.Module:
+    """The module as it was before `fully_shard`, but with the same attributes, parameters among them: of its own class,
+    without FSDP's hooks and state. Its parts are the module's."""
+    kind = type(module).__mro__[2]  # behind FSDP's class of it, and FSDPModule
+    plain: nn.Module = object.__new__(kind)
+    for key, value in vars(module).items():
+        if key.endswith("_hooks"):
+            value = type(value)((name, hook) for name, hook in value.items() if not _is_of_fsdp(hook))
+        if not key.startswith(("__composable_api", "_is_fsdp", "_fsdp")):
+            plain.__dict__[key] = value
+    return plain
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called with this very module."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__[:2])
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
 def members(group: Any) -> Sequence[int]:

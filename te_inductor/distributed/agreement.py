@@ -21,7 +21,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +72,14 @@ class _World:
 
     def set(self, key: str, value: str) -> None:
         self.store.set(f"{self.prefix}/{key}", value)
+
+    def delete(self, *keys: str) -> None:
+        for key in keys:
+            self.store.delete_key(f"{self.prefix}/{key}")
+
+    @property
+    def timeout(self) -> float:
+        return self.store.timeout.total_seconds()  # type: ignore[no-any-return]
 
     def first(self, key: str, value: str) -> tuple[int, list[str]]:
         """What the first rank left at a key, perhaps this one now: its number, and the rest."""
@@ -174,6 +182,50 @@ def tell(world: _World, group: AmaxGroup, own: bool, about: str = "") -> str:
     if world.store.add(f"{world.prefix}/{key}/count", 1) == len(group.ranks):
         world.set(f"{key}/all", "1")
     return key
+
+
+def exchanged(
+    ranks: Sequence[int],
+    topic: str,
+    own: str,
+    alone: Callable[[int, Sequence[int], float], StateError],
+    patience: float,
+) -> set[str]:
+    """The different texts that ranks have for each other, this one's among them. All of them have to come here, equally
+    often for a topic, and each waits for the others, on the host.
+
+    Args:
+        own: what this rank says, not empty.
+        alone: the error about ranks that do not come, of this rank's number, theirs, and the seconds that it has waited.
+        patience: the seconds behind which its text is a warning.
+
+    Raises:
+        StateError: one did not come before the store's timeout, which is that of the default process group.
+    """
+    world = current()
+    if world is None or world.is_fake or len(ranks) == 1:
+        return {own}
+    topic = f"exchanged/{topic}/{'-'.join(map(str, ranks))}"
+    world.told[topic] = count = world.told.get(topic, 0) + 1
+    key, before = f"{topic}/{count}", f"{topic}/{count - 1}"
+    world.set(f"{key}/{world.rank}", own)
+    if world.store.compare_set(f"{world.prefix}/{key}/first", "", own).decode() != own:
+        world.set(f"{key}/differ", "1")
+    if world.store.add(f"{world.prefix}/{key}/count", 1) == len(ranks):
+        world.set(f"{key}/all", "1")
+        world.delete(*(f"{before}/{name}" for name in ("first", "differ", "count", "all")))
+    started, limit = time.monotonic(), min(patience, world.timeout)
+    while not world.has(f"{key}/all"):
+        waited = time.monotonic() - started
+        if waited > limit:
+            error = alone(world.rank, [rank for rank in ranks if not world.has(f"{key}/{rank}")], waited)
+            if limit == world.timeout:
+                raise error
+            say(str(error), "warn")
+            limit = world.timeout
+        time.sleep(_PAUSE)
+    world.delete(f"{before}/{world.rank}")  # which all ranks have read, as they have come here
+    return {own, *(world.get(f"{key}/{rank}") for rank in ranks if world.has(f"{key}/differ"))}
 
 
 def alone(rank: int, missing: Sequence[int], waited: float) -> str:

@@ -17,8 +17,8 @@ from te_inductor.runtime.weights.cached_weights import CachedWeight, FreshnessCh
 
 def are_finite(weights: Sequence[Tensor]) -> dict[Tensor, bool]:
     """Whether all values of a weight are finite, for each. The host waits once for each device."""
-    found: dict[Tensor, bool] = {}
-    distinct = list(dict.fromkeys(weights))
+    found = {weight: True for weight in weights if weight.numel() == 0}
+    distinct = [weight for weight in dict.fromkeys(weights) if weight not in found]
     for on_device in grouped(distinct, lambda weight: weight.device).values():
         alike = grouped(on_device, lambda weight: weight.dtype).values()  # which one launch serves
         largest = [torch.stack(torch._foreach_norm(some, math.inf)) for some in alike]

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 import weakref
 
 import pytest
@@ -15,6 +16,7 @@ from te_inductor.ops.stored_weight import NVFP4Weight, StoredWeight, store
 from te_inductor.runtime.weights import cached_weights
 from te_inductor.runtime.weights.followed_weights import following
 from tests.checkpoints import ExpertsModel
+from tests.ranks import told_by
 from tests.support.streamed import Decoder, bits
 
 pytestmark = [
@@ -22,6 +24,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:te_inductor. lm_head keeps its weight"),
 ]
 IDS = torch.arange(8)
+told = told_by(
+    "tests.backend.rollout_ranks",
+    2,
+    "follows rowwise float32,follows block float32,follows nvfp4_weight_only bfloat16,same_numbers,apart rowwise,alone",
+)
 
 
 def stored_bits(view: nn.Module):
@@ -181,6 +188,31 @@ def test_a_policy_tied_layers_and_blocks_compiled_alone():
         model.blocks[1].attention.o_proj.weight.mul_(2)
         expected = store(model.blocks[1].attention.o_proj.weight, attention[0].o_proj.weight.recipe)
         assert torch.equal(attention[0].o_proj.weight.dequantize(), expected.dequantize())
+
+
+@pytest.mark.parametrize("case", ["rowwise float32", "block float32", "nvfp4_weight_only bfloat16"])
+def test_shards_of_fsdp_are_followed(told, case):
+    for found in told[f"follows {case}"]:
+        assert found == [True] * 8
+
+
+def test_shards_that_train_generate_the_same_numbers(told):
+    for same, moved in told["same_numbers"]:
+        assert same == [True, True] and moved
+
+
+def test_ranks_look_unequally_often(told):
+    for found in told["apart rowwise"]:
+        assert found == [True] * 6
+
+
+def test_a_rank_that_looks_alone_is_told(told):
+    expected = (
+        r"rank 0 has waited \d s .* for rank 1 to run the view .* call te_inductor\.refresh_rollout\(view\) on all"
+    )
+    (other, waited), (same,) = told["alone"]
+    assert other == same and "ranks' views of a sharded model store different weights" in other
+    assert re.match(expected, waited) and any(re.search(expected, text) for text in told.said("alone")[0])
 
 
 def test_errors():

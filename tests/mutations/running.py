@@ -109,7 +109,7 @@ MUTATIONS = [
     ),
     Mutation(
         "graphs of a model whose weights are stored already let a view's be stale",
-        "following(compiled, [place for place, given in enumerate(example_inputs) if isinstance(given, StoredWeight)])",
+        "following(compiled, looks)",
         "compiled",
         ("tests/backend/test_rollouts.py", "-k", "generation_follows or graphs_of"),
     ),

@@ -14,15 +14,20 @@ The look is where a weight is used: in eager code each use looks at that weight,
 weights before it runs. Neither is traced, so that no guard and no kernel comes of it. A look that sees a change stores
 whatever has changed in the view, not only the weights that it looks at: a few launches serve all weights, and the host
 waits once, for whether their values are finite. What cannot be stored is an error where it is looked at, before anything
-is written, and is left as it is where it is not."""
+is written, and is left as it is where it is not.
+
+Parameters that FSDP2 shards are gathered where they have changed, which all ranks do at once. A look that sees nothing asks
+no other rank, so that ranks may generate for as long as they like, each for itself. One that sees a change waits on the
+host, by the key-value store, until all ranks have come to one that does; then all of them store what any of them has seen,
+in one order, or none stores what one of them cannot (`api/rollout_shards.py`)."""
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from te_inductor.runtime.hooks import tell_after_each
@@ -32,13 +37,20 @@ _LOCK = threading.RLock()  # two threads may generate at once
 _FOLLOWS = "_te_follows"  # a stored weight's attribute, which lives and dies with it
 
 
+class ParameterPlace(NamedTuple):
+    """The place of a parameter, whichever tensor is there."""
+
+    held: Mapping[str, Any]
+    name: str
+    is_sharded: bool = False  # whether that is a DTensor, of which the local tensor is what changes
+
+
 @dataclass(eq=False)
 class FollowedWeights:
     """Parameters that are stored together, and by what their changes are seen."""
 
     view: "FollowedView"
-    # The modules that hold them, each with the name there, and what is beside them, such as biases.
-    sources: Sequence[tuple[nn.Module, str]]
+    sources: Sequence[ParameterPlace]  # of them, and of what is beside them, such as biases
     group: Any  # what the view's `store` is given of them
     # The parameters, the count of each one's steps, and what address, version and steps were when it was stored.
     _seen: list[tuple[TensorReference, list[int], int, int, int]] = field(default_factory=list)
@@ -47,26 +59,26 @@ class FollowedWeights:
         """Whether the modules hold the parameters that were stored, as they were."""
         if len(self._seen) != len(self.sources):
             return False
-        for (module, name), (reference, steps, address, version, count) in zip(self.sources, self._seen, strict=True):
-            one = module._parameters[name]  # of hundreds at each call: no call of ours that can be left out
-            if (
-                one is None
-                or steps[0] != count
-                or one.data_ptr() != address
-                or (0 if one.is_inference() else one._version) != version
-                or not reference.is_to(one)
-            ):
+        for place, (reference, steps, address, version, count) in zip(self.sources, self._seen, strict=True):
+            held, name, is_sharded = place
+            one = held[name]  # of hundreds at each call: no call of ours that can be left out
+            if one is None or steps[0] != count or not reference.is_to(one):
+                return False
+            if is_sharded:
+                one = one._local_tensor
+            if one.data_ptr() != address or (0 if one.is_inference() else one._version) != version:
                 return False
         return True
 
     def note(self) -> None:
         """Takes the parameters for stored as they are."""
-        held = [module._parameters[name] for module, name in self.sources]
-        counted = [(one, _steps.setdefault(one, [0])) for one in held if one is not None]
-        self._seen = [
-            (TensorReference(one), steps, one.data_ptr(), 0 if one.is_inference() else one._version, steps[0])
-            for one, steps in counted
-        ]
+        self._seen = []
+        for held, name, is_sharded in self.sources:
+            one = held[name]
+            if one is not None:
+                steps, local = _steps.setdefault(one, [0]), one._local_tensor if is_sharded else one
+                version = 0 if local.is_inference() else local._version
+                self._seen.append((TensorReference(one), steps, local.data_ptr(), version, steps[0]))
 
     def forget(self) -> None:
         """Takes the parameters for changed."""
@@ -119,6 +131,10 @@ def add(stored: Iterable[Tensor], weights: FollowedWeights) -> None:
         setattr(one, _FOLLOWS, weights)
     _views.add(weights.view)
     tell_after_each(_count)
+
+
+def is_followed(value: Any) -> bool:
+    return hasattr(value, _FOLLOWS)
 
 
 def of(stored: Iterable[Any]) -> dict[FollowedView, list[FollowedWeights]]:
