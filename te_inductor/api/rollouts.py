@@ -270,19 +270,21 @@ class _Group:
         shards = [one.shard for one in self.weights if one.shard is not None]
         return sum(shard.shape.numel() * shard.dtype.itemsize for shard in shards)
 
-    def again(self) -> Iterator[tuple[StoredWeight, Tensor, tuple[Any, ...]]]:
-        """What the view holds and is to be written, with the weight and what it shares; at the first time the weight is
-        stored here."""
+    def again(self) -> Iterator[tuple[StoredWeight, Tensor, Sequence[Tensor]]]:
+        """What the view holds and is to be written, with the weight and all weights that are one matrix with it; at the
+        first time the weight is stored here."""
         whole = [one.whole for one in self.weights]
-        shared = shared_by(whole, self.weights[0].recipe)
         for one, weight in zip(self.weights, whole, strict=True):
             held = one.view.weight
             if one not in self.new:
                 continue
             if isinstance(held, StoredWeight):
-                yield held, weight, shared
+                yield held, weight, whole
             else:
-                setattr(one.view.module, one.view.parameter, as_parameter(one.source.stored(one.recipe, shared, weight)))
+                shared = shared_by(whole, one.recipe)
+                setattr(
+                    one.view.module, one.view.parameter, as_parameter(one.source.stored(one.recipe, shared, weight))
+                )
 
 
 def _store(

@@ -16,6 +16,7 @@ So a block is 8 bytes in either order, whatever the shape; a saved state_dict ho
 """
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -64,13 +65,38 @@ def quantize(
     """Codes are E2M1's four bits. docs/numerics.md states the arithmetic, as for NVFP4's inputs in training, but for
     what is not finite: it makes its block's scale NaN, and counts for no other's."""
     blocks, amaxes = _blocks(weight)
-    finite = amaxes.isfinite()
     if amax is None:
-        amax = torch.where(finite, amaxes, 0.0).amax()
+        amax = torch.where(amaxes.isfinite(), amaxes, 0.0).amax()
+    codes, block_scale = _cast(blocks, amaxes, amax)
+    return codes.flatten(1), block_scale, tensor_scale(amax)
+
+
+def _cast(blocks: Tensor, amaxes: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """The codes and the scales of blocks (…, 16) with these amaxes, (…), of tensors with such, which broadcast."""
     factor, block_scale = arithmetic.encode(TORCH, amaxes, QUANTIZER, amax)
-    block_scale = torch.where(finite, block_scale.float(), torch.nan).to(block_scale.dtype)  # E2M1 has no NaN
-    codes = microscaling.cast_e2m1(blocks * factor[..., None]).flatten(1)
-    return codes, block_scale, 1.0 / arithmetic.first_encode_scale(TORCH, amax, QUANTIZER)
+    # E2M1 has no NaN.
+    block_scale = torch.where(amaxes.isfinite(), block_scale.float(), torch.nan).to(block_scale.dtype)
+    return microscaling.cast_e2m1(blocks * factor[..., None]), block_scale
+
+
+def tensor_scale(amax: Tensor) -> Tensor:
+    """What values and block scales are multiplied with, of tensors with these amaxes, fp32."""
+    return 1.0 / arithmetic.first_encode_scale(TORCH, amax, QUANTIZER)
+
+
+def store_together(
+    weights: Sequence[Tensor],  # (N, K), each K a multiple of 16
+    amaxes: Tensor,  # (W,) fp32, of the tensors whose scales they have
+) -> tuple[list[Tensor], list[Tensor]]:  # stored (N, K/2) and block scales (N, K/16) of each
+    """What `quantize` and `store` make of finite weights, by as many operations for all as for one: blocks know nothing of
+    the row that they are in."""
+    counts = [weight.numel() // BLOCK for weight in weights]
+    blocks = torch.cat([weight.reshape(-1, BLOCK) for weight in weights]).float()
+    of_blocks = torch.repeat_interleave(amaxes, torch.tensor(counts, device=amaxes.device), output_size=len(blocks))
+    codes, block_scale = _cast(blocks, blocks.abs().amax(-1), of_blocks)
+    parts = (store(codes).split(counts), block_scale.split(counts))
+    stored, scales = ([part.view(w.shape[0], -1) for part, w in zip(some, weights, strict=True)] for some in parts)
+    return stored, scales
 
 
 def unpack(packed: Tensor) -> Tensor:  # (N, K/2) -> (N, K)

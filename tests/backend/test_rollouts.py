@@ -8,16 +8,17 @@ import weakref
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_inductor import quantize_, quantized_state_dict, refresh_rollout, rollout
 from te_inductor.errors import OptionError, StoredWeightError
 from te_inductor.ops import stored_again
-from te_inductor.ops.stored_weight import NVFP4Weight, StoredWeight, store
+from te_inductor.ops.stored_weight import StoredWeight, store
 from te_inductor.runtime.weights import cached_weights
 from te_inductor.runtime.weights.followed_weights import following
 from tests.checkpoints import ExpertsModel
 from tests.ranks import told_by
-from tests.support.streamed import Decoder, bits
+from tests.support.streamed import Block, Decoder, bits
 
 pytestmark = [
     pytest.mark.usefixtures("without_tracing"),
@@ -141,9 +142,8 @@ def test_a_write_that_is_not_seen_wants_a_refresh():
 def test_nothing_is_stored_again_where_nothing_has_changed(monkeypatch):
     model = Decoder()
     view, stored = rollout(model), []
-    plain = NVFP4Weight.store.__func__
-    counted = classmethod(lambda cls, weight, *rest: stored.append(weight) or plain(cls, weight, *rest))
-    monkeypatch.setattr(NVFP4Weight, "store", counted)
+    write = stored_again._NVFP4Writer.write
+    monkeypatch.setattr(stored_again._NVFP4Writer, "write", lambda self, some: stored.extend(some) or write(self, some))
     with torch.no_grad():
         generate = through(view)
         for _ in range(3):
@@ -305,6 +305,34 @@ def test_what_has_changed_is_stored_at_once(kernels, recipe, monkeypatch):
         model.odd.weight[3, 5] = 1.0
     graph(*stored.values())
     assert written(view) == expected()
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that a GPU would launch something for."""
+
+    VIEWS = frozenset(
+        ("alias", "detach", "expand", "select", "slice", "split_with_sizes", "unbind", "unsqueeze", "view")
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.count += op._schema.name.removeprefix("aten::") not in self.VIEWS
+        return op(*args, **(kwargs or {}))
+
+
+def test_as_many_launches_store_a_few_layers_as_many():
+    def launches(layers: int) -> int:
+        model = Decoder()
+        model.blocks = nn.ModuleList(Block() for _ in range(layers))
+        view = rollout(model)
+        with torch.no_grad(), Launches() as launches:
+            refresh_rollout(view)
+        return launches.count
+
+    assert launches(1) == launches(6) < 200
 
 
 def test_a_view_and_its_model_are_let_go():

@@ -4,11 +4,15 @@ python -m tests.offline.cached_weights_kernels."""
 import itertools
 import math
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from te_inductor.recipes import DelayedScaling, Quantizer
+from te_inductor.ops import stored_again
+from te_inductor.ops.stored_experts import NVFP4Experts
+from te_inductor.ops.stored_weight import NVFP4Weight, StoredWeight
+from te_inductor.recipes import DelayedScaling, NVFP4WeightOnly, Quantizer
 from te_inductor.runtime.weights import cached_weights
 from te_inductor.runtime.weights.cached_weights import CachedWeight, FreshnessCheck, Spec, is_tiled, new
 from te_inductor.templates.triton import cached_weights as kernels
@@ -136,9 +140,44 @@ def check_experts(quantizer: Quantizer, dtype: torch.dtype, known: bool = False)
     agree()
 
 
+def check_stored(dtype: torch.dtype) -> None:
+    """Weights that are stored in NVFP4 and written again: some share an amax, some are experts', one is cast by plain
+    torch; all have the bits that they would have alone."""
+    recipe = NVFP4WeightOnly()
+    shared = [torch.randn(n, 64).to(dtype) * 4.0**i for i, n in enumerate((40, 24, 24))]
+    alone = [torch.randn(shape).to(dtype) for shape in ((130, 288), (16, 48), (8, 33))]
+    experts = torch.randn(3, 24, 32).to(dtype) * torch.tensor([1.0, 9.0, 0.0]).view(3, 1, 1).to(dtype)
+
+    def stored() -> list[StoredWeight]:
+        amax = NVFP4Weight.shared(shared)
+        return [
+            *(NVFP4Weight.store(weight, recipe, *amax) for weight in shared),
+            *(NVFP4Weight.store(weight, recipe) for weight in alone),
+            NVFP4Experts.store(experts, recipe),
+        ]
+
+    found, rewriter = stored(), stored_again.Rewriter("error")
+    weights = [*shared, *alone, experts]
+    together = [shared] * 3 + [[weight] for weight in weights[3:]]
+    for _ in range(2):
+        for weight in weights:
+            weight.mul_(-1.5)
+        rewriter(zip(found, weights, together, strict=True))
+        for one, other in zip(found, stored(), strict=True):
+            for mine, theirs in zip(one.parts, other.parts, strict=True):
+                assert torch.equal(mine.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8)), one.shape
+
+
+def check_all_stored() -> None:
+    with mock.patch.object(stored_again, "casts", lambda _: kernels.OnDevice().cast):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            check_stored(dtype)
+
+
 if __name__ == "__main__":
     mend_interpreter()
     torch.manual_seed(0)
+    check_all_stored()
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     for quantizer, dtype in zip([QUANTIZERS[0]] * 2 + QUANTIZERS, itertools.cycle(dtypes)):
         check(quantizer, dtype)

@@ -72,10 +72,12 @@ class Refreshers:
             _forget(looks)
             self._on[device] = cached_weights.refresh
             cached_weights.refresh(looks)
-            say(
-                f"te_inductor: weights are cast once by plain torch, because a kernel failed:\n{failure}",
-                self._fallback,
-            )
+            say_failed(failure, self._fallback)
+
+
+def say_failed(failure: str, fallback: str) -> None:
+    """Says that kernels of cached weights are not used any more."""
+    say(f"te_inductor: weights are cast once by plain torch, because a kernel failed:\n{failure}", fallback)
 
 
 def _forget(looks: Sequence[FreshnessCheck]) -> None:

@@ -90,12 +90,23 @@ class OnDevice:
         self.run(looks)
 
     def run(self, looks: Sequence[FreshnessCheck]) -> None:
+        self._find(looks)
+        for kind, table in self.tables:
+            _launch(table, kind)
+
+    def cast(self, looks: Sequence[FreshnessCheck]) -> None:
+        """Makes copies with scales of two levels anew, whatever they were made of, with the looks' amaxes as those of the
+        tensors. Weights may share an amax."""
+        self._find(looks)
+        for kind, table in self.tables:
+            _cast_microscaled(table, kind, table.weights.new_ones(len(table.weights), dtype=torch.int32))
+
+    def _find(self, looks: Sequence[FreshnessCheck]) -> None:
+        """Makes tables anew where something has moved."""
         addresses = [_address(t) for look in looks for t in (*look.weights, look.cached.data_t, look.scale, look.amax)]
         if addresses != self.addresses:
             self.tables = _tables(looks)
             self.addresses = addresses
-        for kind, table in self.tables:
-            _launch(table, kind)
 
 
 def _join_streams(device: torch.device, cached: Sequence[CachedWeight]) -> None:
@@ -190,28 +201,15 @@ def _decided(
 
 def _launch(table: _Table, kind: _Kind) -> None:
     quantizer, scope = kind.quantizer, kind.quantizer.granularity
-    programs, tile = len(table.programs), {"INPUT": _INPUTS[kind.dtype], "TILE": TILE, "ALIGNED": table.aligned}
+    tile = _tile(table, kind)
     encode = {"SCALING": casting.scaling(quantizer, kind.dtype)}
     stale, scale, scales = (None, None, None) if kind.tiled else _decided(table, scope, tile, encode)
-    element = casting.ELEMENTS[quantizer.format.dtype]
     if scope.microscaled:
-        run = launcher(
-            cached_weights_cast_microscaled,
-            ELEMENT=element,
-            TWO_LEVEL=scope.two_level,
-            PACKED=quantizer.format.packed,
-            LARGEST=quantizer.format.max,
-            INVERSE=reciprocal(quantizer.format.max),
-            DOWN=scope.block[0],
-            ACROSS=scope.block[1],
-            **tile,
-            num_warps=WARPS,
-        )
-        run(programs, table.parameters, table.programs, stale)
+        _cast_microscaled(table, kind, stale)
         return
     run = launcher(
         cached_weights_cast,
-        ELEMENT=element,
+        ELEMENT=casting.ELEMENTS[quantizer.format.dtype],
         WHOLE=scope.whole,
         BY_ROW=scope is ROW,
         KNOWN=scope.whole and kind.tiled,
@@ -220,4 +218,25 @@ def _launch(table: _Table, kind: _Kind) -> None:
         num_warps=WARPS,
         maxnreg=REGISTERS,
     )
-    run(programs, table.parameters, table.programs, stale, scale, scales)
+    run(len(table.programs), table.parameters, table.programs, stale, scale, scales)
+
+
+def _tile(table: _Table, kind: _Kind) -> dict[str, Any]:
+    return {"INPUT": _INPUTS[kind.dtype], "TILE": TILE, "ALIGNED": table.aligned}
+
+
+def _cast_microscaled(table: _Table, kind: _Kind, stale: Tensor | None) -> None:
+    quantizer, scope = kind.quantizer, kind.quantizer.granularity
+    run = launcher(
+        cached_weights_cast_microscaled,
+        ELEMENT=casting.ELEMENTS[quantizer.format.dtype],
+        TWO_LEVEL=scope.two_level,
+        PACKED=quantizer.format.packed,
+        LARGEST=quantizer.format.max,
+        INVERSE=reciprocal(quantizer.format.max),
+        DOWN=scope.block[0],
+        ACROSS=scope.block[1],
+        **_tile(table, kind),
+        num_warps=WARPS,
+    )
+    run(len(table.programs), table.parameters, table.programs, stale)
