@@ -15,13 +15,17 @@ of the default process group and not by a collective, which itself could wait fo
    before a CUDA graph is captured.
 
 After a wait in vain this rank waits no more for ranks that have not begun. After a yes, ranks that do not call the
-graph equally often wait for each other in the collective, as they would in those of DDP."""
+graph equally often wait for each other in the collective, as they would in those of DDP.
+
+Nor may a rank leave the others alone where it compiles a layer anew, for a batch of another size: a last one, which is
+smaller, or empty. What is decided by the number of rows, on one rank alone, would have it reduce other amaxes than they
+do. So where ranks have agreed about a graph, its layers stay in the precision that they have there: `form_of`."""
 
 import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +64,8 @@ class _World:
     told: dict[str, int] = field(default_factory=dict)  # how often `any_rank` was asked, by ranks and what about
     # Whether ranks interpret first steps, by layers and the ranks of their groups: Note [Ranks that interpret].
     interpreted: dict[tuple[Any, ...], bool] = field(default_factory=dict)
+    # Whether layers run in low precision in a graph, and the agreements of that.
+    forms: dict[Hashable, tuple[bool, Sequence[Agreement]]] = field(default_factory=dict)
     said: bool = False  # that ranks did not agree
     said_no_group: bool = False
 
@@ -148,6 +154,21 @@ def settle(agreements: Sequence[Agreement], fallback: str) -> None:
         if world.decisions[name] != _YES and (fallback == "error" or not world.said):
             world.said = True
             say(amaxes_stay_local(world.decisions[name]), fallback)
+
+
+def note_forms(agreements: Sequence[Agreement], layers: Iterable[tuple[Hashable, bool]]) -> None:
+    """Note which layers of a graph run in low precision, all of whose ranks may agree on these."""
+    world = current()
+    for layer, low in layers if world is not None else ():
+        if form_of(layer) is None:
+            world.forms[layer] = low, agreements  # type: ignore[union-attr]
+
+
+def form_of(layer: Hashable) -> bool | None:
+    """Whether a layer runs in low precision on the ranks that reduce amaxes with this one; None where none do."""
+    world = current()
+    low, agreements = (False, ()) if world is None else world.forms.get(layer, (False, ()))
+    return low if any(reached(one.name) for one in agreements) else None
 
 
 def any_rank(group: AmaxGroup, own: bool, about: str = "") -> bool:

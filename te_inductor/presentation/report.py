@@ -117,7 +117,8 @@ class WeighedLayers:
     layers: tuple[str, ...]  # module paths
     low: bool
     weight: Weighing
-    by_policy: bool = False  # in FP8 whatever they weigh: a policy entry names them, or their weights come in FP8
+    # In FP8 whatever they weigh: a policy entry names them, their weights come in FP8, or other ranks have them so.
+    by_policy: bool = False
 
 
 @dataclass(frozen=True)

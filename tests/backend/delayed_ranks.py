@@ -15,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import te_inductor
 from te_inductor import compat
-from te_inductor.diagnostics import CUT_BY_DDP
+from te_inductor.diagnostics import CUT_BY_DDP, Refusal
 from te_inductor.distributed import agreement
 from te_inductor.errors import StateError
 from te_inductor.passes.graph import interpreted
+from te_inductor.passes.pre_grad.decide import size_rule
 from te_inductor.recipes import DelayedScaling
 from tests.ranks import Rank
 
@@ -137,6 +138,30 @@ def apart(rank: Rank, kind: str) -> Any:
         for step in range(3 if unused else 3 + rank.rank):
             which = [step == 0 or (step == 2 and rank.rank == 0)] if unused else []
             run(torch.full((8, 32), 1.0 + rank.rank + 10.0 * step), *which).sum().backward()
+    return _amaxes(model)
+
+
+def other_rows(rank: Rank, kind: str) -> Any:
+    """The newest amaxes of the first layer's input, where the second rank's last batch is "empty", or where it weighs
+    layers otherwise by then: it leaves the first one in high precision ("less"), or has both in low precision, which
+    both ranks had not ("more")."""
+    rules = {"less": [[], ["layer"]], "more": [["layer"], []], "empty": [[], []]}[kind]
+    model, left = Model(2), list[str]()
+
+    def weigh(plan: Any) -> None:
+        for site in plan.candidates:
+            if site.low and not site.by_policy and site.fqn.rpartition(".")[2] in left:
+                site.refusal = Refusal("too small for FP8 to pay")
+
+    run = torch.compile(
+        DistributedDataParallel(model), backend="te", options={"recipe": DelayedScaling(amax_history_len=4)}
+    )
+    with mock.patch.object(size_rule, "weigh", weigh), torch._dynamo.config.patch(optimize_ddp=False):
+        for step in range(3):
+            other = step == 2 and rank.rank == 1
+            left[:] = rules[other]
+            x = torch.full((0 if kind == "empty" else 16, 32) if other else (8, 32), 1.0 + rank.rank + 10.0 * step)
+            run(x).sum().backward()
     return _amaxes(model)
 
 

@@ -9,6 +9,7 @@ from tests.ranks import ranks, told_by
 MODULE, WORLD = "tests.backend.delayed_ranks", 2
 DIFFER = ("unequal", "pipeline", "no_compile")
 QUICK = ["trains plain", *(f"differ {kind}" for kind in DIFFER), "sharded blocks", "lost", "apart unused", "apart join"]
+QUICK += ["other_rows empty", "other_rows less", "other_rows more"]
 OTHERS = "trains split,differ equal,differ more_graphs,differ other_order,sharded whole"
 told = told_by(MODULE, WORLD, ",".join(QUICK))
 others = told_by(MODULE, WORLD, OTHERS)
@@ -16,7 +17,7 @@ compiled = told_by(
     MODULE,
     WORLD,
     "compiled interprets plain all,compiled interprets plain last,compiled interprets ddp all,"
-    "compiled interprets split all,compiled sharded whole,compiled sharded blocks",
+    "compiled interprets split all,compiled sharded whole,compiled sharded blocks,compiled other_rows empty",
     timeout=600,
 )
 
@@ -106,6 +107,24 @@ def test_ranks_whose_ddp_lets_them_run_apart_keep_their_own_amaxes(kind, newest,
     """Amaxes that were reduced would be those of another layer, or a gradient's bucket."""
     assert [list(one.values()) for one in told[f"apart {kind}"]] == newest
     assert [["find_unused_parameters" in text for text in said] for said in told.said(f"apart {kind}")] == [[True]] * 2
+
+
+@pytest.mark.parametrize(("kind", "newest"), [("empty", 21.0), ("less", 22.0)])
+def test_layers_whose_amaxes_ranks_reduce_stay_so_for_any_number_of_rows(kind, newest, told):
+    """The other rank would wait for it otherwise, or take a gradient's bucket for its amaxes."""
+    first, second = told[f"other_rows {kind}"]
+    assert first == second and first["layer.input.amax_history"] == newest
+
+
+@pytest.mark.thorough
+def test_generated_code_of_an_empty_batch_ends_the_step_of_the_other_rank(compiled):
+    first, second = compiled["compiled other_rows empty"]
+    assert first == second and first["layer.input.amax_history"] == 21.0
+
+
+def test_layers_that_ranks_left_in_high_precision_stay_so_for_any_number_of_rows(told):
+    first, second = told["other_rows more"]
+    assert first == second and list(first) == ["other.input.amax_history"]
 
 
 def test_nobody_waits_for_a_rank_whose_compile_failed(told):

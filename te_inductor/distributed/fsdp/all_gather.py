@@ -147,7 +147,7 @@ def _refusal(shard: ShardedParameter, recipe: Recipe, layers: int) -> Refusal | 
         return Refusal("it is also that of a module of class %s", others[0])
     if shard.dtype not in DTYPES:
         return Refusal("dtype %s is not float32, bfloat16 or float16", str(shard.dtype).removeprefix("torch."))
-    found = shard.refusal() or targets.of(shard.device).refusal or requirements.sizes(None, *shard.shape)
+    found = shard.refusal() or targets.of(shard.device).refusal or requirements.sizes(*shard.shape)
     if found:
         return found
     alignment = recipe.slots().weight.granularity.alignment

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from te_inductor import compat
@@ -14,7 +16,7 @@ from te_inductor.ops.layers.experts import ExpertLayers
 from te_inductor.ops.layers.gathered import of_shards
 from te_inductor.ops.layers.layer import LayerSpec, flat
 from te_inductor.ops.layers.losses import LossLayers
-from te_inductor.ops.layers.parts import StepTensors
+from te_inductor.ops.layers.parts import StepTensors, is_empty
 from te_inductor.ops.written_out import for_program
 from te_inductor.recipes import Slots
 from te_inductor.runtime.definition import op_of
@@ -45,6 +47,8 @@ def trace_layers(
     of experts ``x[rows][m] @ weight[g].T + bias[g]``, g being the group of row m; of a loss the cross entropy of each
     row of that, (M,) in fp32. Several weights, each with a multiple of 16 rows, share their scale, as their gradients
     do, and each of their GEMMs is one."""
+    if is_empty(x) and ends is None and spec.loss is None and spec.parallel is None:
+        return _of_no_rows(x, weights, biases, out_dtype, token)
     kind: Any = DenseLayers if ends is None else ExpertLayers
     if spec.loss is not None:
         kind = partial(LossLayers, loss=spec.loss)
@@ -66,6 +70,18 @@ def trace_layers(
         return list(layers(x, None, labels, *weights, *biases))
     ys = layers(x.reshape(-1, x.shape[-1]), token, *weights, *biases)
     return [y.reshape(*x.shape[:-1], y.shape[1]) for y in ys]
+
+
+def _of_no_rows(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], out_dtype: torch.dtype, token: Tensor | None
+) -> list[Tensor]:
+    """Layers of an empty batch, which have nothing to cast; the step ends behind their backward all the same, as other
+    ranks may have rows."""
+    ys = []
+    for weight, bias in zip_longest(weights, biases):
+        tensors = [one if one is None else one.to(out_dtype) for one in (x, weight, bias)]
+        ys.append(F.linear(*tensors))  # type: ignore[arg-type]
+    return ys if token is None else [y + token.to(out_dtype) for y in ys]
 
 
 layers = op_of(trace_layers, name="layers")

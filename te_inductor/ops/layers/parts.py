@@ -137,3 +137,8 @@ def is_turned(weight: Tensor) -> bool:
     """Whether a weight (N, K), or (E, N, K), lies in memory as (K, N), as the view of a parameter that is written so."""
     *experts, n, k = weight.shape
     return min(n, k) > 1 and weight.stride() == (*(n * k for _ in experts), 1, n)
+
+
+def is_empty(x: Tensor) -> bool:
+    """Whether a tensor (…, C) is known to have no rows."""
+    return any(isinstance(size, int) and size == 0 for size in x.shape[:-1])

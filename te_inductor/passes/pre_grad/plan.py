@@ -58,6 +58,8 @@ class Precision:
     by_policy: bool = False  # named by a policy entry
     moved: bool = False  # its recipe is the one to which a guard has moved it
     stored: bool = False  # its weight is stored in low precision, which is its recipe: there is nothing to rewrite
+    # Whether ranks that reduce amaxes with this one have it in low precision; None where none do.
+    form: bool | None = None
     learns: bool = False  # or each forward stores it, and it learns
     in_order: bool = False  # its forward is summed in one order, also where it stays in high precision
 

@@ -1,7 +1,7 @@
 """What delayed scaling asks of a site: that it can keep state, and the ranks over which its quantizers reduce their
 amaxes, Note [Amax groups]."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,8 @@ from torch import distributed as dist
 from te_inductor import compat
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal
-from te_inductor.distributed import amax_groups
+from te_inductor.distributed import agreement, amax_groups
+from te_inductor.distributed.agreement import Agreement
 from te_inductor.distributed.amax_groups import OWN, AmaxGroup
 from te_inductor.distributed.parallel import Parallel
 from te_inductor.passes.graph.bodies import Bodies
@@ -65,6 +66,29 @@ def guard_on_moves(sites: Iterable[Candidate], bodies: Bodies, examples: Sequenc
 
 def _is_moved(expected: bool, parameter: Tensor) -> bool:
     return store.is_moved(parameter) is expected
+
+
+def note_forms(agreements: Sequence[Agreement], candidates: Iterable[Candidate]) -> None:
+    """Note the precision of a graph's layers, of which ranks may agree to reduce amaxes together."""
+    sites = [site for site in candidates if site.delayed is not None and _stays_here(site.match)]
+    agreement.note_forms(agreements, [(_layer(site, site.delayed), site.low) for site in sites])
+
+
+def form_of(site: Candidate, recipe: Recipe | None) -> bool | None:
+    """Whether ranks that reduce amaxes with this one have a site in low precision, which then stays so for any number
+    of rows; None where none do."""
+    if not isinstance(recipe, DelayedScaling) or not _stays_here(site.match):
+        return None
+    return agreement.form_of(_layer(site, recipe))
+
+
+def _layer(site: Candidate, recipe: Recipe | None) -> Hashable:
+    return site.fqn, *site.match.sizes[1:], recipe
+
+
+def _stays_here(match: Match) -> bool:
+    """Whether a layer exchanges no tensors with other ranks, so that these need not have as many rows."""
+    return not any(part.between_ranks for part in match.parts)
 
 
 class GroupsOf:

@@ -43,6 +43,7 @@ def resolve_recipes(plan: Plan) -> None:
     backward = resolve_backward(plan.options.backward, plan.options.called("backward"))
     policy = Policy(plan.options.policy, plan.options.recipe_called("policy"))
     bodies = Bodies(plan.gm) if any_moved() else None
+    recording = Bodies(plan.gm).in_grad_mode()
     for candidate in plan.candidates:
         sizes = (None, *candidate.match.sizes[1:]) if plan.options.batch_invariant else candidate.match.sizes
         entry = policy.of(candidate.place.names, sizes)
@@ -65,7 +66,8 @@ def resolve_recipes(plan: Plan) -> None:
             recipe, by_policy = between_ranks.recipe_of(candidate, recipe, weight), True
         if _region(candidate.place.regions).enabled:
             slots = None if recipe is None or recipe.of_stored_weights else recipe.slots_of(candidate.fqn)
-            candidate.precision = Precision(recipe, slots, by_policy, moved=moved is not None)
+            form = delayed.form_of(candidate, recipe) if candidate.match.node in recording else None
+            candidate.precision = Precision(recipe, slots, by_policy or bool(form), moved=moved is not None, form=form)
             if slots is not None and slots.has_own_backward:
                 candidate.match = candidate.match.having(OwnBackward(slots))
     for site in plan.products.unlowered:
@@ -102,6 +104,7 @@ def check_sites(plan: Plan) -> None:
                 or regions.refusal(candidate.place.regions)
                 or transforms.refusal(transforms_of.get(match.node))
                 or candidate.rule.check(match)
+                or _refusal_of_rows(candidate)
                 or (Refusal("a graph with a backward of its own") if isinstance(plan, LoweredPlan) else None)
             )
             if candidate.refusal is None:
@@ -120,6 +123,7 @@ def check_sites(plan: Plan) -> None:
                 or next(
                     filter(None, (candidate.rule.check_slots(match, slots) for slots in candidate.slots.all())), None
                 )
+                or _refusal_of_rows(candidate)
                 or _refusal_here(match, plan)
             )
             if candidate.refusal is None:
@@ -147,6 +151,13 @@ def _is_plain(match: Match) -> bool:
 def _refusal_here(match: Match, plan: Plan) -> Refusal | None:
     is_cpp = plan.program.cpp_wrapper and not plan.leaves
     return match.first_refusal(lambda part: part.refuse_here(match, plan.writes, is_cpp))
+
+
+def _refusal_of_rows(site: Candidate) -> Refusal | None:
+    rows, form = site.match.sizes[0], site.precision.form
+    if form is False:
+        return Refusal("ranks that reduce amaxes with this one have left it in high precision")
+    return Refusal("empty batch") if isinstance(rows, int) and rows == 0 and not form else None
 
 
 def weigh_sites(plan: Plan) -> None:

@@ -38,7 +38,8 @@ reason names; where that is not known either, as of rows that an index selects, 
 Experts whose rows come from other ranks are weighed by the rows that are sent: of two layers of Qwen3-30B-A3B's on two
 ranks a step took 0.81 times as long as in bf16, on four 0.73 (`delayed`, 8192 tokens a rank, H200s, 2026-11-26).
 
-All this holds for targets with `rates`. A policy entry that names a site overrides it."""
+All this holds for targets with `rates`. A policy entry that names a site overrides it, and so do ranks that reduce
+amaxes with this one, which have begun otherwise: Note [Ranks that agree]."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

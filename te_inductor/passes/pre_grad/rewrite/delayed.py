@@ -32,6 +32,7 @@ from te_inductor import compat, ops
 from te_inductor.distributed import agreement, amax_groups
 from te_inductor.distributed.amax_groups import OWN, AmaxGroup
 from te_inductor.ops.layers.delayed_scales import Delayed
+from te_inductor.ops.layers.parts import is_empty
 from te_inductor.ops.sharded_weight import ranks_of
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import holder_path
@@ -308,7 +309,7 @@ class DelayedSites:
     def _record(self, quantizer: _Quantizer, pieces: Sequence[fx.Node], match: Match) -> None:
         """Record a tensor's amax, once however many sites read the same values of it. The sites come last first."""
         self._add(self.forward, quantizer)
-        new = [piece for piece in pieces if self._is_new(quantizer, piece, match.node)]
+        new = [one for one in pieces if not is_empty(value(one)) and self._is_new(quantizer, one, match.node)]
         if new:
             graph = new[0].graph
             if match.parallel is not None:

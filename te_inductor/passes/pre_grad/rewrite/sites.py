@@ -14,7 +14,7 @@ from te_inductor.passes.graph import regions
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.decide import merging, transforms, weight_grads
-from te_inductor.passes.pre_grad.decide.delayed import GroupsOf, guard_on_moves
+from te_inductor.passes.pre_grad.decide.delayed import GroupsOf, guard_on_moves, note_forms
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.rewrite import annotations, between_ranks, delayed, selective
 from te_inductor.passes.pre_grad.rewrite.extras import (
@@ -76,6 +76,8 @@ def rewrite_sites(plan: Plan) -> None:
             merging.rewrite(group, emit)
     for step in stateful.values():
         step.finish()
+    if plan.outcome.state is not None:
+        note_forms(plan.outcome.state.agreements, plan.candidates)
     check_order(plan.gm.graph, plan.outcome.extra_inputs)
     transforms.translate(plan.gm)
     for module in plan.graph_modules():

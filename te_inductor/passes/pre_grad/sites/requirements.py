@@ -29,11 +29,9 @@ def tensors(x: torch.Tensor, weight: torch.Tensor) -> Refusal | None:
     return targets.of(weight.device).refusal
 
 
-def sizes(m: Any, n: Any, k: Any) -> Refusal | None:
+def sizes(n: Any, k: Any) -> Refusal | None:
     if not (isinstance(n, int) and isinstance(k, int)):
         return Refusal("weight of symbolic size %s x %s", n, k)
-    if isinstance(m, int) and m == 0:
-        return Refusal("empty batch")
     if n == 0 or k == 0:
         return Refusal("empty weight %d x %d", n, k)
     work = padded(n) * padded(k) / (n * k)

@@ -186,7 +186,7 @@ class Rule:
         n = match.sizes[1] if match.parallel is None else value(match.weight).shape[0]
         return (
             requirements.tensors(x, weight)
-            or requirements.sizes(*match.sizes)
+            or requirements.sizes(*match.sizes[1:])
             or requirements.bias(bias, n, match.experts if match.dims > 2 else None)
         )
 
