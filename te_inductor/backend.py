@@ -210,9 +210,7 @@ def _inductor(
 
     from te_inductor import lowerings
     from te_inductor.ops import flops
-    from te_inductor.passes import joint, post_grad
     from te_inductor.passes.graph import interpreted
-    from te_inductor.passes.graph.custom_pass import GraphPass
 
     patches = dict(torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None).config)
     theirs = patches.get("custom_partitioner_fn", inductor.custom_partitioner_fn)
@@ -225,12 +223,7 @@ def _inductor(
     compat.patch("torch._inductor.config.loop_index_inversion_in_fusion", False, on=patches)
     for option, limit in _limits(plan).items():
         patches.setdefault(option, limit)
-    for place, passes in (
-        ("joint_custom_pre_pass", joint.PASSES),
-        ("joint_custom_post_pass", joint.LAST_PASSES),
-        ("post_grad_custom_pre_pass", post_grad.PASSES),
-    ):
-        patches[place] = GraphPass(patches.get(place, getattr(inductor, place)), passes)
+    _add_passes(patches)
 
     def compile(
         gm: fx.GraphModule,
@@ -253,6 +246,21 @@ def _inductor(
         return gm.forward
 
     return compile
+
+
+def _add_passes(patches: dict[str, Any]) -> None:
+    """Has Inductor run our passes, behind the user's."""
+    from torch._inductor import config as inductor
+
+    from te_inductor.passes import joint, post_grad
+    from te_inductor.passes.graph.custom_pass import GraphPass
+
+    for place, passes in (
+        ("joint_custom_pre_pass", joint.PASSES),
+        ("joint_custom_post_pass", joint.LAST_PASSES),
+        ("post_grad_custom_pre_pass", post_grad.PASSES),
+    ):
+        patches[place] = GraphPass(patches.get(place, getattr(inductor, place)), passes)
 
 
 def _limits(plan: Plan) -> dict[str, int]:

@@ -111,7 +111,7 @@ def choice_of(parameter: Tensor, layers: str, groups: Iterable[AmaxGroup]) -> Fo
 
 
 def _ordered(groups: Iterable[AmaxGroup]) -> tuple[AmaxGroup, ...]:
-    """In one order on all ranks of a mesh, whose groups along one of its dimensions have ranks equally far apart."""
+    """Groups in one order on all ranks of a mesh, whose groups along one of its dimensions have ranks equally far apart."""
     return tuple(sorted(groups, key=lambda group: [rank - group.ranks[0] for rank in group.ranks]))
 
 

@@ -197,7 +197,7 @@ def test_no_rank_waits_to_interpret_for_one_that_could_not_compile(told):
 
 @pytest.mark.thorough
 def test_ranks_find_many_first_steps_in_the_same_call(others):
-    """And compile code for them, although one has compiled alone before."""
+    """Both compile code for them, although one has compiled alone before."""
     first, last = others["many_first_steps"]
     assert (first, last) == ([False, True], [False, False, True])
 
