@@ -92,7 +92,9 @@ def store_together(
     the row that they are in."""
     counts = [weight.numel() // BLOCK for weight in weights]
     blocks = torch.cat([weight.reshape(-1, BLOCK) for weight in weights]).float()
-    of_blocks = torch.repeat_interleave(amaxes, torch.tensor(counts, device=amaxes.device), output_size=len(blocks))
+    of_blocks = torch.repeat_interleave(
+        amaxes, torch.tensor(counts, dtype=torch.int64, device=amaxes.device), output_size=len(blocks)
+    )
     codes, block_scale = _cast(blocks, blocks.abs().amax(-1), of_blocks)
     parts = (store(codes).split(counts), block_scale.split(counts))
     stored, scales = ([part.view(w.shape[0], -1) for part, w in zip(some, weights, strict=True)] for some in parts)

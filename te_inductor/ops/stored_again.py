@@ -37,7 +37,7 @@ def largest_of(weights: Sequence[Tensor]) -> Tensor:  # (W,) fp32
     found = [torch.stack(torch._foreach_norm([weights[one] for one in some], math.inf)).float() for some in alike]
     order = [place for some in alike for place in some]
     whole = torch.cat(found)
-    return whole if len(found) == 1 else whole[torch.tensor(order, device=whole.device).argsort()]
+    return whole if len(found) == 1 else whole[torch.tensor(order, dtype=torch.int64, device=whole.device).argsort()]
 
 
 @dataclass
@@ -143,11 +143,12 @@ class _NVFP4Writer:
         of_weights = [places[key] for key, group in groups.items() for _ in group]
         found = largest_of([weight.detach() for group in groups.values() for weight in group])
         if len(of_weights) > len(groups):
-            index = torch.tensor(of_weights, device=self.device)
+            index = torch.tensor(of_weights, dtype=torch.int64, device=self.device)
             found = found.new_zeros(len(groups)).scatter_reduce_(0, index, found, "amax")
         if len(matrices) == len(groups):
             return found
-        return found[torch.tensor([places[id(matrix.together)] for matrix in matrices], device=self.device)]
+        wanted = [places[id(matrix.together)] for matrix in matrices]
+        return found[torch.tensor(wanted, dtype=torch.int64, device=self.device)]
 
     def _cast_by_kernels(self, matrices: Sequence[_Matrix], amaxes: Tensor) -> bool:
         """Whether they are written so."""

@@ -309,7 +309,8 @@ class DelayedSites:
     def _record(self, quantizer: _Quantizer, pieces: Sequence[fx.Node], match: Match) -> None:
         """Record a tensor's amax, once however many sites read the same values of it. The sites come last first."""
         self._add(self.forward, quantizer)
-        new = [one for one in pieces if not is_empty(value(one)) and self._is_new(quantizer, one, match.node)]
+        some = [one for one in pieces if not (is_tensor(one) and is_empty(value(one)))]  # parts of parameters are ours
+        new = [one for one in some if self._is_new(quantizer, one, match.node)]
         if new:
             graph = new[0].graph
             if match.parallel is not None:
