@@ -119,17 +119,3 @@ def alone(rank: int, missing: Sequence[int], waited: float) -> StateError:
         " te_inductor.rollout too, expected all ranks to, between the same steps of the optimizer; call"
         " te_inductor.refresh_rollout(view) on all ranks behind the step, and each may then generate as much as it likes"
     )
-
-
-def in_chunks(stored: Iterable[FollowedWeights]) -> Iterator[list[FollowedWeights]]:
-    """Yields so many in turn that what has to be gathered of them is no more than `AT_ONCE` bytes, or one."""
-    chunk, size = list[FollowedWeights](), 0
-    for weights in stored:
-        mine = weights.group.gathered_bytes
-        if chunk and size + mine > AT_ONCE:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(weights)
-        size += mine
-    if chunk:
-        yield chunk

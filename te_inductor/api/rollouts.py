@@ -21,12 +21,12 @@ from te_inductor.api.quantization import (
     shared_by,
     unwrapped,
 )
-from te_inductor.api.rollout_shards import GatheringRanks, Shards, copy_others, in_chunks, place_of, shards_of
+from te_inductor.api.rollout_shards import AT_ONCE, GatheringRanks, Shards, copy_others, place_of, shards_of
 from te_inductor.compat.fsdp import ShardedParameter, is_sharded, without_sharding
 from te_inductor.config import Fallback
 from te_inductor.diagnostics import Refusal
 from te_inductor.errors import OptionError, StoredWeightError, wrong_type
-from te_inductor.ops.stored_again import Rewriter, are_finite
+from te_inductor.ops.stored_again import Rewriter, are_finite, in_chunks
 from te_inductor.ops.stored_weight import StoredWeight, as_parameter, show_stored
 from te_inductor.passes.pre_grad.decide.policy import Policy
 from te_inductor.presentation.paths import layer_path
@@ -335,7 +335,7 @@ class _Storing:
             if weights in refused:
                 raise refused[weights]
         stored = [weights for weights in (*changed, *others) if weights not in refused]
-        for chunk in in_chunks(stored):
+        for chunk in in_chunks(stored, lambda weights: weights.group.gathered_bytes, AT_ONCE):
             self.rewriter(each for weights in chunk for each in weights.group.again())
         return stored
 

@@ -4,7 +4,7 @@ import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from te_inductor.runtime.weights import cached_weights
 from te_inductor.runtime.weights.cached_inputs import Refresh, Refreshers, say_failed
 from te_inductor.runtime.weights.cached_weights import CachedWeight, FreshnessCheck, Spec
 
+T = TypeVar("T")
 CAST_AT_ONCE = 1 << 22  # values of NVFP4 that plain torch casts at once, which takes some 50 bytes each
 ORDERED_AT_ONCE = 1 << 26  # that are put in order at once, which takes some 8
 PADDED = 32  # values along K; kernels write weights without padding
@@ -131,7 +132,7 @@ class _NVFP4Writer:
         whole = [place for place in range(len(matrices)) if place not in set(padded)]
         if whole and not self._cast_by_kernels([matrices[place] for place in whole], amaxes[whole]):
             padded = list(range(len(matrices)))
-        for some in _in_chunks(padded, matrices, CAST_AT_ONCE):
+        for some in in_chunks(padded, lambda place: matrices[place].weight.numel(), CAST_AT_ONCE):
             stored, block_scales = nvfp4.store_together([matrices[one].weight for one in some], amaxes[some])
             made = [*stored, *(scale.view(torch.uint8) for scale in block_scales)]
             into = [matrices[one].parts[part].view(torch.uint8) for part in (0, 1) for one in some]
@@ -171,22 +172,22 @@ class _NVFP4Writer:
             self.cast = None
             say_failed(traceback.format_exc(limit=-3), self.fallback)
             return False
-        for some in _in_chunks(range(len(matrices)), matrices, ORDERED_AT_ONCE):
-            codes = [matrices[one].parts[0].view(-1, nvfp4.BLOCK // 2) for one in some]
+        for some in in_chunks(matrices, lambda one: one.weight.numel(), ORDERED_AT_ONCE):
+            codes = [one.parts[0].view(-1, nvfp4.BLOCK // 2) for one in some]
             ordered = nvfp4.repack(torch.cat(codes)).split([len(one) for one in codes])
             torch._foreach_copy_(codes, list(ordered))
         return True
 
 
-def _in_chunks(places: Iterable[int], matrices: Sequence[_Matrix], values: int) -> Iterator[list[int]]:
-    """Yields places of matrices that have no more than so many values together, or of one."""
-    chunk, size = list[int](), 0
-    for place in places:
-        mine = matrices[place].weight.numel()
-        if chunk and size + mine > values:
+def in_chunks(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Yields items in turn, so many that their sizes are no more than `most` together, or one."""
+    chunk, size = list[T](), 0
+    for item in items:
+        mine = size_of(item)
+        if chunk and size + mine > most:
             yield chunk
             chunk, size = [], 0
-        chunk.append(place)
+        chunk.append(item)
         size += mine
     if chunk:
         yield chunk
