@@ -23,6 +23,7 @@ from torch._inductor import config, ir, lowering
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen.cuda_combined_scheduling import CUDACombinedScheduling
 from torch._inductor.codegen.triton import TritonScheduling
+from torch._inductor.codegen.triton_combo_kernel import ComboKernel
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.sizevars import SizeVarAllocator
@@ -157,6 +158,26 @@ def has_no_hook_for_kernels() -> bool:
     return type(triton) is TritonScheduling and not hooks
 
 
+def combines_without_asking() -> bool:
+    """A part of a combined kernel is made without the choices that all other kernels are made with. That such a part
+    cannot be written, or is slow, shows in generated code alone."""
+    asked = []
+
+    class Kernel:
+        apply_feature_required_overrides = staticmethod(lambda *_: None)
+
+        def __init__(self, *_: Any, **given: Any) -> None:
+            asked.append(given)
+
+    class Choices(InductorChoices):
+        def triton_kernel_kwargs(self, *_: Any) -> dict[str, Any]:
+            return {"fixed_config": None}
+
+    with V.set_choices_handler(Choices()):
+        ComboKernel.create_triton_kernel({}, SimpleNamespace(), False, Kernel)
+    return "fixed_config" not in asked[0]
+
+
 def calls_through_the_dispatcher() -> bool:
     """An op of Python's is called by its name in torch.ops."""
     with torch.library._scoped_library("te_inductor_faults", "DEF") as library:
@@ -253,6 +274,7 @@ FAULTS: dict[str, Callable[[], bool]] = {
     "torch._inductor.sizevars.join_dimensions": matches_different_indices,
     "torch._inductor.lowering.lowerings": never_splits_an_argmax,
     "torch._inductor.codegen.triton.TritonScheduling.kernel_type": has_no_hook_for_kernels,
+    "torch._inductor.scheduler.ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels": combines_without_asking,
     "torch._inductor.ir.ExternKernel.set_python_kernel_name": calls_through_the_dispatcher,
     "torch._inductor.codegen.wrapper.get_opaque_obj_repr": makes_constants_at_each_call,
     "torch._inductor.ir.ComputedBuffer._apply_loop_reordering": orders_loops,

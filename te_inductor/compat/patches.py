@@ -102,6 +102,11 @@ PATCHES = (
         "Inductor has no hook for another class of Triton kernels on CUDA.",
     ),
     Patch(
+        "torch._inductor.scheduler.ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels",
+        COMPILE,
+        "Where Inductor combines kernels it asks nobody for their tiles, without which those of ours cannot be written.",
+    ),
+    Patch(
         "torch._inductor.ir.ExternKernel.set_python_kernel_name",
         COMPILE,
         "Inductor calls every op that it does not lower through torch's dispatcher, which takes 10 us for one in Python.",

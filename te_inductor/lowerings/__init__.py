@@ -20,6 +20,7 @@ def install(fallback: str = "warn", rows_alone: bool = False) -> Callable[..., C
     from te_inductor.compat.indexing import joining_dimensions_fast
     from te_inductor.lowerings import decode, permutations  # noqa: F401
     from te_inductor.lowerings.casts import experts, quantize  # noqa: F401
+    from te_inductor.lowerings.codegen.combos import combined_without_ours
     from te_inductor.lowerings.codegen.direct_calls import called_directly, constants_named
     from te_inductor.lowerings.codegen.programmatic_launch import launched_early
     from te_inductor.lowerings.gemm import deferred_wgrads, main_grads, nvfp4_linear, scaled_mm  # noqa: F401
@@ -41,6 +42,7 @@ def install(fallback: str = "warn", rows_alone: bool = False) -> Callable[..., C
         def compile_graph(*args: Any, **kwargs: Any) -> Any:
             with (
                 launched_early(),
+                combined_without_ours(),
                 decode.replaced(),
                 joining_dimensions_fast(),
                 called_directly(),

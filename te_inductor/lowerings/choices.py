@@ -10,7 +10,7 @@ from torch._inductor.virtualized import V
 
 from te_inductor import ops
 from te_inductor.lowerings.casts.blocks import loops_of
-from te_inductor.lowerings.codegen import block_tiles, programmatic_launch
+from te_inductor.lowerings.codegen import block_tiles, combos, holds_ops_of_ours, programmatic_launch
 from te_inductor.lowerings.codegen.tiles import (
     COPIES,
     LOOKS,
@@ -68,6 +68,9 @@ class Choices:
             return False
         if _sum_columns_of_different_tensors(node1, node2):
             return False
+        both = (node1, node2)
+        if any(map(self.stands_alone, both)) and any(combos.is_part(scheduler, node) for node in both):
+            return False
         loops = loops_of(node1), loops_of(node2)
         if all(loops) and loops[0] != loops[1]:
             return False
@@ -81,6 +84,10 @@ class Choices:
             shared_data_score = max(shared_data_score, config.score_fusion_memory_threshold)
         shared_data_score = max(shared_data_score, _score_of_unknown_sizes(node1, node2))
         return bool(self._inner.can_fuse_horizontal(scheduler, node1, node2, shared_data_score))
+
+    def stands_alone(self, node: Any) -> bool:
+        """Whether the kernel of a scheduler node is not to be a part of another: combos.py."""
+        return holds_ops_of_ours([node])
 
     def should_use_persistent_reduction(self, features: Any, cooperative_reduction: bool) -> bool:
         widths = {q.granularity.block[1] // q.format.packed for q in quantizers_of(features) if q.granularity.one_row}

@@ -32,6 +32,9 @@ class RowChoices(Choices):
             return False
         return super().can_fuse(scheduler, node1, node2, shared_data_score)
 
+    def stands_alone(self, node: Any) -> bool:
+        return _sums_rows((node,)) or super().stands_alone(node)
+
     def should_use_persistent_reduction(self, features: Any, cooperative_reduction: bool) -> bool:
         if _sums_rows(features.scheduler_nodes()):
             return False

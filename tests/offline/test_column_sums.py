@@ -83,6 +83,17 @@ def test_sums_of_pieces(tmp_path):
         assert_sums(found, piece.abs())
 
 
+@pytest.mark.parametrize("case", ["combined_column_sums", "column_sums_of_a_list"])
+def test_kernels_of_ours_are_no_parts_of_others(case):
+    """Inductor combines the rest still."""
+    generated = generate(case, 90)
+    kernels = {kernel.name: kernel.body for kernel in generated.kernels}
+    bodies = [kernels[name] for name in launches(generated.sources[0])]
+    combined = [body for body in bodies if "pid_offset" in body]
+    assert [body.count("pid_offset =") for body in combined] == [2] and "float8" not in combined[0]
+    assert sum(body.count("tl.sum(tl.") == 1 and "float8" in body for body in bodies) == 2
+
+
 @pytest.mark.parametrize(
     "case", ["biased_gelu_delayed", pytest.param("biased_gelu_current", marks=pytest.mark.thorough)]
 )

@@ -1,6 +1,6 @@
 """What the package changes of Inductor's code generation: tiles, fusion, its kernel class."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,3 +19,9 @@ def scattered(
     buffer.name = V.graph.register_buffer(buffer)
     V.graph.register_operation(buffer)
     return ir.TensorBox.create(buffer)
+
+
+def holds_ops_of_ours(nodes: Iterable[Any]) -> bool:
+    """Whether an op of ours is part of what these scheduler nodes compute."""
+    parts = (part.node for node in nodes for part in node.get_nodes() if part.node is not None)
+    return any(getattr(one.target, "namespace", None) == "te_inductor" for part in parts for one in part.get_origins())

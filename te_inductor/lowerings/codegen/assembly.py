@@ -10,6 +10,7 @@ from torch._inductor.codegen.triton import TritonKernelOverrides, maybe_upcast_f
 from torch._inductor.utils import triton_type
 from torch._inductor.virtualized import V
 
+from te_inductor.lowerings.codegen import holds_ops_of_ours
 from te_inductor.lowerings.codegen.block_tiles import BlockKernel
 from te_inductor.templates.triton.ptx import CAST_CONSTRAINTS, CAST_PACK, CASTS, ERFC, SIGMOID
 
@@ -59,7 +60,6 @@ class AssemblyKernel(BlockKernel):
 
     def __init__(self, *args: Any, features: Any, **kwargs: Any) -> None:
         super().__init__(*args, features=features, **kwargs)
-        origins = (origin for node in features.scheduler_nodes() for origin in node.node.get_origins())
-        self.of_ours = any(getattr(origin.target, "namespace", None) == "te_inductor" for origin in origins)
+        self.of_ours = holds_ops_of_ours(features.scheduler_nodes())
         if self.of_ours:
             self.overrides = _Overrides

@@ -62,6 +62,40 @@ def column_sums_of_pieces() -> Case:
     return torch.compile(run, backend="te", fullgraph=True), (q, k, torch.ones((), device="cuda"))
 
 
+def combined_column_sums() -> Case:
+    """Kernels that cast and sum beside others, where the user has Inductor combine kernels that do not depend on each
+    other."""
+    quantizer = recipes.Quantizer("e4m3")
+
+    def run(x: Tensor, y: Tensor, one: Tensor, other: Tensor, amax: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        found = []
+        for dx in (x.abs(), y.neg()):
+            ops.record_amax([dx], amax)
+            found += [*ops.quantize_rowcol_delayed(dx, scale, quantizer), dx.sum(0, dtype=torch.float32)]
+        return (*found, one.abs(), other.neg(), amax + 0.0)
+
+    tensors = [
+        torch.randn(*size, device="cuda", dtype=torch.bfloat16) for size in ((208, 144), (144, 208), (100,), (200,))
+    ]
+    scale, amax = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
+    options = {"combo_kernels": True}
+    return torch.compile(run, backend="te", fullgraph=True, options=options), (*tensors, amax, scale)
+
+
+def column_sums_of_a_list() -> Case:
+    """The same of tensors that one op over a list makes, which Inductor combines always."""
+    quantizer = recipes.Quantizer("e4m3")
+
+    def run(x: Tensor, y: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        found = []
+        for dx in torch._foreach_mul([x, y], 2.0):
+            found += [*ops.quantize_rowcol_delayed(dx, scale, quantizer), dx.sum(0, dtype=torch.float32)]
+        return tuple(found)
+
+    tensors = [torch.randn(*size, device="cuda", dtype=torch.bfloat16) for size in ((208, 144), (144, 208))]
+    return torch.compile(run, backend="te", fullgraph=True), (*tensors, torch.ones((), device="cuda"))
+
+
 class Biased(nn.Module):
     """LayerNorm and an MLP with biases, as of GPT-NeoX and OPT."""
 
