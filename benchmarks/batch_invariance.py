@@ -4,8 +4,9 @@
 
 A decoder of Qwen3-1.7B's shape by default, of fewer layers; decoding in CUDA graphs, with a static cache. Beside the
 times stands the largest difference of log-probabilities between training and decoding. Without the option and with it a
-graph trains, one reads prompts, and one decodes for each batch: what is compiled takes most of the time. Rows are
-printed and written as they come; `--seconds` leaves out those that would begin later."""
+graph trains, one reads prompts, and one decodes for each batch: what is compiled takes most of the time. Each part runs
+without the option and then with it. Rows are printed and written as they come; `--seconds` leaves out those that would
+begin later. `--profile 8` prints the eight kernels of each row that take longest, in us of a step."""
 
 import argparse
 import json
@@ -24,7 +25,6 @@ from tests.support.invariant_models import Decoder, generated
 
 def measured(model: Decoder, args: argparse.Namespace, exact: bool) -> Iterator[dict[str, Any]]:
     """The step of training, then one of decoding for each batch, as they are asked for."""
-    torch._dynamo.reset()
     options = {"recipe": args.recipe, "fallback": "silent", "batch_invariant": exact}
     train, decode = (
         torch.compile(model, backend="te", dynamic=False, options={**options, **more})
@@ -37,7 +37,7 @@ def measured(model: Decoder, args: argparse.Namespace, exact: bool) -> Iterator[
         model.zero_grad(set_to_none=True)
         train(ids, every[: args.tokens]).mean().backward()
 
-    yield {"part": "training", "rows": ids.numel(), "ms": _ms(step, args, 3)}
+    yield {"part": "training", "rows": ids.numel(), **_timed(step, args, 3)}
     model.zero_grad(set_to_none=True)
 
     def generating(ids: Tensor, places: Tensor, mask: Tensor, caches: Any) -> Tensor:
@@ -55,21 +55,28 @@ def measured(model: Decoder, args: argparse.Namespace, exact: bool) -> Iterator[
         def token(caches: Any = caches, place: Tensor = place, mask: Tensor = mask, last: Tensor = last) -> None:
             generating(last, place, mask, caches)
 
-        row: dict[str, Any] = {"part": "decoding", "rows": batch, "ms": _ms(token, args, 5)}
-        if batch == args.sequences:  # whose decoding is compiled already
-            found = generated(generating, model, ids, prompt, args.keys)
-            row["difference"] = (found - train(ids, every[: args.tokens]).detach()).abs().max().item()
+        row: dict[str, Any] = {"part": "decoding", "rows": batch, **_timed(token, args, 5)}
+        if batch == min(args.batches):  # whose decoding is compiled already
+            found = generated(generating, model, ids[:batch], prompt, args.keys)
+            trained = train(ids, every[: args.tokens]).detach()[: len(found)]
+            row["difference"] = (found - trained).abs().max().item()
         yield row
 
 
-def _ms(call: Any, args: argparse.Namespace, warmup: int) -> float:
-    return statistics.median(harness.times_ms(call, args.device, args.iters, warmup))
+def _timed(call: Any, args: argparse.Namespace, warmup: int) -> dict[str, Any]:
+    """The time of a call, and the kernels that take longest."""
+    found: dict[str, Any] = {"ms": statistics.median(harness.times_ms(call, args.device, args.iters, warmup))}
+    if args.profile:
+        kernels = harness.kernels(call, args.device)[: args.profile]
+        found["kernels"] = [{key: one[key] for key in ("name", "calls", "total_us")} for one in kernels]
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="rowwise")
-    parser.add_argument("--batches", type=int, nargs="+", default=[4, 1, 64], help="of decoding")
+    parser.add_argument("--batches", type=int, nargs="+", default=[16, 1], help="of decoding")
+    parser.add_argument("--profile", type=int, default=0, help="so many kernels of each row")
     for name, size in (
         ("words", 32768),
         ("width", 2048),
@@ -90,17 +97,17 @@ def main() -> None:
     model = Decoder(*sizes, qwen=True).to(args.device, torch.bfloat16)
     environment, began, rows = harness.environment(args.device), time.perf_counter(), list[dict[str, Any]]()
     plain: dict[tuple[str, int], float] = {}
-    for exact in (False, True):
+    parts = zip(*(measured(model, args, exact) for exact in (False, True)), strict=True)
+    for exact, row in (each for pair in parts for each in zip((False, True), pair, strict=True)):
+        key = row["part"], row["rows"]
+        plain.setdefault(key, row["ms"])
+        rows.append({**row, "exact": exact, "over_plain": row["ms"] / plain[key]})
+        print(json.dumps({key: one for key, one in rows[-1].items() if key != "kernels"}), flush=True)
+        for one in row.get("kernels", ()):
+            print(f"  {one['total_us']:9.1f} us {one['calls']:5.1f} calls  {one['name'][:100]}", flush=True)
+        harness.write_json(args.json, {"environment": environment, "rows": rows})
         if time.perf_counter() - began > args.seconds:
             break
-        for row in measured(model, args, exact):
-            key = row["part"], row["rows"]
-            plain.setdefault(key, row["ms"])
-            rows.append({**row, "exact": exact, "over_plain": row["ms"] / plain[key]})
-            print(json.dumps(rows[-1]), flush=True)
-            harness.write_json(args.json, {"environment": environment, "rows": rows})
-            if time.perf_counter() - began > args.seconds:
-                break
     keys = ("ms", "over_plain", "difference")
     table.show(
         f"The same numbers in any batch, {args.recipe}; {table.headline(environment)}",

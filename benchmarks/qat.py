@@ -165,9 +165,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=200, help="that a run takes at most, about")
     parser.add_argument("--json", type=Path, default=Path("out/qat.json"))
     args = parser.parse_args(argv)
-    for name, size in SIZES["cuda" if args.device.startswith("cuda") else "cpu"].items():
+    for name, default in SIZES["cuda" if args.device.startswith("cuda") else "cpu"].items():
         if getattr(args, name) is None:
-            setattr(args, name, size)
+            setattr(args, name, default)
     environment, rows, began = harness.environment(args.device), list[tuple[str, str, str]](), time.monotonic()
 
     def say(name: str, value: float) -> None:

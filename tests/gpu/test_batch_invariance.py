@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from te_inductor.kernels.fixed_order import cut
+from te_inductor.kernels.fixed_order import TILES, config_of
 from te_inductor.runtime.eager import fixed_order as eager
+from te_inductor.targets import sm90
 from tests.support.invariant_models import Decoder, generated
 
 pytestmark = pytest.mark.gpu
@@ -39,7 +40,7 @@ def test_log_probabilities_are_those_of_training(shape, recipe):
 
 @pytest.mark.parametrize("scales", ["none", "rows", "blocks"])
 def test_a_row_is_the_same_beside_any_others(scales):
-    """The kernel alone: numbers of rows, and a row at other places of a tile."""
+    """The kernel alone: numbers of rows, a row at other places of a tile, and all tiles."""
     from te_inductor.templates.triton import fixed_order
 
     torch.manual_seed(0)
@@ -52,10 +53,13 @@ def test_a_row_is_the_same_beside_any_others(scales):
     elif scales == "blocks":
         given = torch.rand(k // 128, 300, device="cuda") + 0.5, torch.rand(k // 128, n, device="cuda") + 0.5
 
-    def product(rows: slice) -> torch.Tensor:
+    def product(rows: slice, *tile: int) -> torch.Tensor:
         of_a = None if given[0] is None else given[0][:, rows] if scales == "blocks" else given[0][rows]
         blocked = scales == "blocks"
-        return fixed_order.fixed_mm(a[:, rows], b, of_a, given[1], blocked, torch.float32)
+        operands = a[:, rows], b, of_a, given[1], blocked, torch.float32
+        if not tile:
+            return fixed_order.fixed_mm(*operands)
+        return fixed_order.multiply(*operands, config_of(sm90.LIMITS, *tile, a.itemsize, blocked))
 
     whole = product(slice(None))
     on_cpu = [None if one is None else one.cpu() for one in (a, b, *given)]
@@ -63,7 +67,8 @@ def test_a_row_is_the_same_beside_any_others(scales):
     torch.testing.assert_close(whole, wide, rtol=1e-3, atol=1e-3 * wide.abs().max().item())
     for first, last in ((0, 1), (37, 38), (0, 2), (5, 21), (63, 129), (100, 164), (1, 300)):
         assert equal(product(slice(first, last)), whole[:, first:last]), (first, last)
-    assert cut(n, a.element_size()).block_n == 64
+        for tile in range(len(TILES)):
+            assert equal(product(slice(first, last), tile), whole[:, first:last]), (first, last, TILES[tile])
 
 
 def test_training_has_gradients():

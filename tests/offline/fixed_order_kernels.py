@@ -11,7 +11,8 @@ from te_inductor.templates.triton import fixed_order
 from tests.offline.interpret import mend_conversions
 
 FP8, BF16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
-CONFIG = FixedOrderConfig(16, 128, rows=16, stages=1)
+CONFIG = FixedOrderConfig(16, 16, 128, 4, 1)
+TILES = [CONFIG, FixedOrderConfig(64, 32, 128, 4, 2), FixedOrderConfig(128, 16, 256, 8, 3)]
 # The batch, M, N, K, none of which fills a tile; the operands' dtype; the shapes of both scales.
 CASES = [
     ((2, 21, 18, 40), BF16, None),
@@ -47,8 +48,27 @@ def check(sizes, dtype, shapes) -> None:
     assert torch.equal(narrow, y.bfloat16())
 
 
+def check_tiles(n: int, k: int, dtype: torch.dtype, scaled: bool) -> None:
+    """Sums of small integers are exact in any order, so that all tiles and numbers of rows have the oracle's bits. What is
+    not finite stays in its row and column."""
+    a, b = (torch.randint(-4, 5, (1, rows, k)).float() for rows in (128, n))
+    for bad, place in ((torch.nan, 2), (torch.inf, 5)):
+        a[0, place, k // 2], b[0, place, k - 1] = bad, bad
+    a, b = a.to(dtype), b.to(dtype)
+    scales = [torch.rand(rows, 1) + 0.5 for rows in (128, n)] if scaled else [None, None]
+    expected = (a.double() @ b.double().mT).float()
+    expected = expected * scales[0] * scales[1].t() if scaled else expected
+    for rows in (1, 3, 16, 64, 128):
+        of_a = scales[0][:rows] if scaled else None
+        for config in TILES:
+            y = fixed_order.multiply(a[:, :rows], b, of_a, scales[1], False, FP32, config)
+            assert torch.equal(y.nan_to_num(1e30, 2e30, 3e30), expected[:, :rows].nan_to_num(1e30, 2e30, 3e30)), rows
+
+
 if __name__ == "__main__":
     mend_conversions()
     torch.manual_seed(0)
     for case in CASES:
         check(*case)
+    for given in ((37, 201, BF16, False), (18, 400, FP8, True), (7, 65, FP32, False)):
+        check_tiles(*given)

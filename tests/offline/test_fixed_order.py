@@ -1,11 +1,13 @@
 """Products whose sums are made in one order, without a GPU: interpreted, as cubins, and in generated code."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
-from te_inductor.kernels.fixed_order import cut
+from te_inductor.kernels.fixed_order import EXACT, TILES, config_of, cut
 from te_inductor.runtime.eager.fixed_order import BLOCK
+from te_inductor.targets import sm90
 from tests.offline.harness import INTERPRETER, Generated, compile_to_cubin, generate
 from tests.support.cuda_code import compiled, spilled
 
@@ -20,13 +22,14 @@ def test_interpreted():
 
 
 @pytest.mark.parametrize(("scales", "turned"), [(0, False), (0, True), (1, False), (2, False)])
-@pytest.mark.parametrize("n", [1024, 32768])
-def test_cubin(n, scales, turned):
-    """Hopper's instructions of 64 rows multiply, as often as the tile says, each over all of the tile's columns."""
+@pytest.mark.parametrize("tile", range(len(TILES)))
+def test_cubin(tile, scales, turned):
+    """Hopper's instructions of 64 rows multiply, as often as the tile says, each over all of the tile's columns, and the
+    sums of FP8 are added to one each 128 columns."""
     from te_inductor.templates.triton.fixed_order import _fixed_mm
 
     dtype = "bf16" if scales == 0 else "fp8e4nv"
-    config = cut(n, OPERANDS[dtype])
+    config = config_of(sm90.LIMITS, tile, OPERANDS[dtype], scales == 2)
     constants = {
         "SCALES": scales, "OF_ROWS": (True, True), "ROWS": config.rows, "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k, "STAGES": config.stages, "TURNED": turned,
@@ -34,9 +37,35 @@ def test_cubin(n, scales, turned):
     types = {"a": f"*{dtype}", "a_scale": "*fp32", "b": f"*{dtype}", "b_scale": "*fp32", "out": "*bf16"}
     made = compiled(_fixed_mm, constants, types, {"num_warps": config.warps}, multiples=("N", "K"))
     step = 32 // OPERANDS[dtype]
-    found = re.findall(rf"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k{step}", made.asm["ptx"])
-    assert sum(map(int, found)) == config.block_n * config.block_k // step
-    assert spilled(made) == 0 and config.block_k * OPERANDS[dtype] == BLOCK
+    found = re.findall(rf"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k{step}\..*, (0|%p\d+), 1, 1", made.asm["ptx"])
+    assert [columns for columns, _ in found] == [str(config.block_n)] * (config.block_k // step)
+    assert config.rows * 2 == config.warps * 32  # an instruction of a step for each 128 threads
+    if dtype == "fp8e4nv":  # each fourth begins a sum
+        assert [begins == "0" for _, begins in found] == [True, False, False, False] * (config.block_k // BLOCK)
+    assert spilled(made) == 0 and config.block_k * OPERANDS[dtype] % BLOCK == 0
+    assert made.metadata.shared <= sm90.LIMITS.shared_memory
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tile"),
+    [
+        ((1, 4096, 4096, 2048), (128, 128, 128)),
+        ((1, 64, 12288, 2048), (64, 64, 128)),
+        ((1, 16, 4096, 2048), (64, 32, 256)),
+        ((1, 1, 2048, 6144), (64, 16, 256)),
+        ((1, 1, 2048, 6144 + 128), (64, 16, 128)),  # which 256 do not divide
+        ((1, 100, 2048, 6144), (64, 32, 256)),
+        ((8, 128, 2048, 128), (128, 128, 128)),
+    ],
+)
+def test_few_rows_are_cut_into_more_programs(sizes, tile):
+    config = cut(sm90.LIMITS, *sizes, 1, False)
+    assert (config.rows, config.block_n, config.block_k) == tile
+    assert cut(sm90.LIMITS, *sizes, 1, True).block_k == 128
+    assert cut(sm90.LIMITS, *sizes, 2, False).block_k == (64 if config.block_k == 128 and sizes[-1] != 6272 else 128)
+    assert cut(sm90.LIMITS, *sizes, 4, False) == EXACT
+    small = cut(replace(sm90.LIMITS, shared_memory=100 << 10), *sizes, 1, False)
+    assert small.stages * (small.rows + small.block_n) * small.block_k < 100 << 10
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "block"])

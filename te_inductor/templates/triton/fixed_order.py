@@ -1,16 +1,21 @@
 """``a @ b.T`` with sums in one order: Note [One order of sums] in kernels/fixed_order.py.
 
-A program makes a tile of the result from all of K. Neighbouring programs read the same part of b for other rows of a,
-so that memory is read once. Rows and columns that are not there are read as zeros, and not stored."""
+A program makes a tile of the result from all of K. Where it reads more columns of FP8 at a time than the tensor core
+keeps a sum of, `tl.dot` adds up as many sums as there are, in their order. Neighbouring programs read the same part of b
+for other rows of a, so that memory is read once. Rows and columns that are not there are read as zeros, and not stored."""
+
+import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_inductor import targets
 from te_inductor.kernels.fixed_order import FixedOrderConfig, cut
 from te_inductor.runtime.definition import implement_on_cuda
 from te_inductor.runtime.eager.fixed_order import BLOCK
+from te_inductor.targets import Limits, sm90
 from te_inductor.templates.triton.launcher import launcher
 
 PROMOTED = tl.constexpr(BLOCK)  # columns of FP8 whose sum the tensor core keeps
@@ -29,8 +34,14 @@ def fixed_mm(
     turned: bool = False,
 ) -> Tensor:
     """Computes what the eager kernel does."""
-    n = b.shape[2 if turned else 1]
-    return multiply(a, b, a_scale, b_scale, blocked, out_dtype, cut(n, a.element_size()), turned)
+    (batch, m, k), n = a.shape, b.shape[2 if turned else 1]
+    config = cut(_limits(a.device), batch, m, n, k, a.itemsize, blocked and a_scale is not None)
+    return multiply(a, b, a_scale, b_scale, blocked, out_dtype, config, turned)
+
+
+@functools.cache
+def _limits(device: torch.device) -> Limits:
+    return targets.of(device).limits if device.type == "cuda" else sm90.LIMITS  # which the interpreter takes
 
 
 def multiply(
