@@ -56,16 +56,16 @@ def cut(limits: Limits, batch: int, m: int, n: int, k: int, itemsize: int, block
     sizes = [(rows, batch * -(-m // rows) * -(-n // columns)) for rows, columns, *_ in TILES]
     least = BUSY * limits.multiprocessors
     enough = (tile for tile, (rows, programs) in enumerate(sizes) if rows <= max(m, 64) and programs >= least)
-    return config_of(limits, next(enough, len(TILES) - 1), itemsize, blocked or k * itemsize % (2 * ATOM) != 0)
+    return config_of(limits, next(enough, len(TILES) - 1), k, itemsize, blocked)
 
 
-def config_of(limits: Limits, tile: int, itemsize: int, short: bool) -> FixedOrderConfig:
-    """The config of a tile; a short one reads one atom at a time, behind which scales of blocks change, or K ends. Where
-    shared memory is smaller, it holds fewer stages."""
+def config_of(limits: Limits, tile: int, k: int, itemsize: int, blocked: bool) -> FixedOrderConfig:
+    """The config of a tile. It reads one atom at a time where scales of blocks change behind it, or K ends. It has no more
+    stages than K has parts, so that more programs of short sums run at once, and than shared memory holds."""
     rows, columns, atoms, warps, stages = TILES[tile]
-    width = ATOM * (1 if short else atoms)
-    most = max(2, (limits.shared_memory - KEPT) // (width * (rows + columns)))
-    return FixedOrderConfig(rows, columns, width // itemsize, warps, min(stages, most))
+    width = ATOM * (1 if blocked or k * itemsize % (ATOM * atoms) else atoms)
+    most = (limits.shared_memory - KEPT) // (width * (rows + columns)), -(-k * itemsize // width)
+    return FixedOrderConfig(rows, columns, width // itemsize, warps, max(2, min(stages, *most)))
 
 
 def _supports(problem: Problem) -> Refusal | None:

@@ -58,6 +58,34 @@ def trace_fixed_linear(
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
+def _fake_gradients(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(one, memory_format=torch.contiguous_format) for one in (q, k, v))
+    return dq, dk, dv
+
+
+attention_gradients = op_of(fixed_order.attention_gradients, _fake_gradients, name="attention_gradients")
+
+
+@dataclass(frozen=True)
+class FixedAttention(Operation):
+    """Inputs: q, k and v of attention without a mask. The gradients are those of torch's attention, which computes the
+    forward once more: no weight of a key is saved."""
+
+    causal: bool
+    scale: float
+
+    def compute(self, needs: Needs, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Any]:
+        return _attention(q, k, v, None, self.causal, self.scale), needs
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], found: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.needs = found
+
+    def backward(self, ctx: Any, *grads: Tensor) -> Gradients:
+        found = attention_gradients(*grads, *ctx.saved_tensors, self.causal, self.scale)
+        return tuple(one if needed else None for one, needed in zip(found, ctx.needs, strict=True))
+
+
 def trace_fixed_attention(
     q: Tensor,  # (..., H, L, D)
     k: Tensor,  # (..., KV heads, S, D)
@@ -68,6 +96,12 @@ def trace_fixed_attention(
 ) -> Tensor:  # (..., H, L, E)
     """``F.scaled_dot_product_attention``: scores in fp32, exponentials rounded to q's dtype behind the softmax, as
     numbers of a mask are. Query heads of a KV head are rows of one product."""
+    if mask is None:
+        return FixedAttention(causal, scale)(q, k, v)  # type: ignore[no-any-return]
+    return _attention(q, k, v, mask, causal, scale)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
     sizes, kv_heads, (length, keys) = q.shape[:-1], k.shape[-3], (q.shape[-2], k.shape[-2])
     groups = math.prod(sizes[:-2]) * kv_heads  # said, as a tensor without elements has no size that is left over
     rows = q.reshape(groups, sizes[-2] // kv_heads * length, q.shape[-1])

@@ -156,6 +156,16 @@ def test_attention_is_what_torch_has(run, queries, keys):
     torch.testing.assert_close(found, gradients, rtol=4 * rounding, atol=4 * rounding)
 
 
+@pytest.mark.usefixtures("without_codegen")
+def test_attention_saves_no_weights_of_keys():
+    q, k, v = (torch.randn(2, heads, 40, 16, requires_grad=True) for heads in (6, 2, 2))
+    compute, saved = torch.compile(causal, backend="te", options={"recipe": "none", **INVARIANT}), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one.shape) or one, lambda one: one):
+        y = compute(q, k, v)
+    y.sum().backward()
+    assert saved and all(40 * 40 not in (shape[-1] * shape[-2], shape[-1]) for shape in saved if len(shape) > 1)
+
+
 @pytest.mark.usefixtures("without_tracing")
 def test_high_precision_is_rewritten_too():
     """The eager product adds up column by column, which a library does not."""

@@ -59,7 +59,7 @@ def test_a_row_is_the_same_beside_any_others(scales):
         operands = a[:, rows], b, of_a, given[1], blocked, torch.float32
         if not tile:
             return fixed_order.fixed_mm(*operands)
-        return fixed_order.multiply(*operands, config_of(sm90.LIMITS, *tile, a.itemsize, blocked))
+        return fixed_order.multiply(*operands, config_of(sm90.LIMITS, *tile, k, a.itemsize, blocked))
 
     whole = product(slice(None))
     on_cpu = [None if one is None else one.cpu() for one in (a, b, *given)]

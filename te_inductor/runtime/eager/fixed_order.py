@@ -2,6 +2,7 @@
 kernels/fixed_order.py."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 128  # columns that share a scale, where scales change along K
@@ -30,3 +31,22 @@ def fixed_mm(
     if not blocked and a_scale is not None and b_scale is not None:
         y = y * (a_scale * b_scale.t())
     return y.to(out_dtype)
+
+
+def attention_gradients(
+    dy: Tensor,  # (..., H, L, E)
+    q: Tensor,  # (..., H, L, D)
+    k: Tensor,  # (..., KV heads, S, D)
+    v: Tensor,  # (..., KV heads, S, E)
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, in any order of sums: those of torch's attention."""
+    operands = [one.detach().requires_grad_() for one in (q, k, v)]
+    if any(one.numel() == 0 for one in (dy, *operands)):
+        dq, dk, dv = (torch.zeros_like(one, memory_format=torch.contiguous_format) for one in (q, k, v))
+        return dq, dk, dv
+    with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
+        y = F.scaled_dot_product_attention(*operands, is_causal=causal, scale=scale, enable_gqa=True)
+        dq, dk, dv = (one.contiguous() for one in torch.autograd.grad(y, operands, dy))
+    return dq, dk, dv

@@ -1,6 +1,7 @@
 """Graphs whose rows depend on no other row: options={"batch_invariant": True}."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.offline.cases.common import Case, Mlp
@@ -43,3 +44,15 @@ def invariant_block_decode() -> Case:
 
 def invariant_block_of_one() -> Case:
     return _invariant("block", 1, False)
+
+
+def invariant_attention_train() -> Case:
+    q, k, v = (
+        torch.randn(2, heads, 512, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in (16, 8, 8)
+    )
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    options = {"recipe": "none", "batch_invariant": True}
+    return torch.compile(attention, backend="te", fullgraph=True, dynamic=False, options=options), (q, k, v)
