@@ -13,6 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +98,10 @@ def main() -> None:
     model = Decoder(*sizes, qwen=True).to(args.device, torch.bfloat16)
     environment, began, rows = harness.environment(args.device), time.perf_counter(), list[dict[str, Any]]()
     plain: dict[tuple[str, int], float] = {}
-    parts = zip(*(measured(model, args, exact) for exact in (False, True)), strict=True)
-    for exact, row in (each for pair in parts for each in zip((False, True), pair, strict=True)):
+    for exact, found in cycle([(exact, measured(model, args, exact)) for exact in (False, True)]):
+        row = next(found, None)
+        if row is None:
+            break
         key = row["part"], row["rows"]
         plain.setdefault(key, row["ms"])
         rows.append({**row, "exact": exact, "over_plain": row["ms"] / plain[key]})

@@ -42,11 +42,11 @@ def attention_gradients(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, in any order of sums: those of torch's attention."""
-    operands = [one.detach().requires_grad_() for one in (q, k, v)]
-    if any(one.numel() == 0 for one in (dy, *operands)):
-        dq, dk, dv = (torch.zeros_like(one, memory_format=torch.contiguous_format) for one in (q, k, v))
+    q, k, v = (one.detach().requires_grad_() for one in (q, k, v))
+    if any(one.numel() == 0 for one in (dy, q, k, v)):
+        dq, dk, dv = (one.new_zeros(one.shape) for one in (q, k, v))
         return dq, dk, dv
     with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
-        y = F.scaled_dot_product_attention(*operands, is_causal=causal, scale=scale, enable_gqa=True)
-        dq, dk, dv = (one.contiguous() for one in torch.autograd.grad(y, operands, dy))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
+        dq, dk, dv = (one.contiguous() for one in torch.autograd.grad(y, (q, k, v), dy))
     return dq, dk, dv
