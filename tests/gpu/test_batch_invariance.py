@@ -71,12 +71,17 @@ def test_a_row_is_the_same_beside_any_others(scales):
             assert equal(product(slice(first, last), tile), whole[:, first:last]), (first, last, TILES[tile])
 
 
-def test_training_has_gradients():
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_training_has_gradients(mode):
+    """In CUDA graphs too, whose backward computes attention once more, by autograd."""
     torch.manual_seed(0)
     model = Decoder(512, 256, 512, 4, 2).cuda().bfloat16()
-    run = torch.compile(model, backend="te", fullgraph=True, options={"recipe": "rowwise", **EXACT})
+    options = {"recipe": "rowwise", "mode": mode, **EXACT}
+    run = torch.compile(model, backend="te", fullgraph=True, options=options)
     ids = torch.randint(0, 512, (2, 64), device="cuda")
-    run(ids, torch.arange(64, device="cuda")).exp().square().sum().backward()
+    for _ in range(4):  # a CUDA graph is recorded in the second call
+        model.zero_grad()
+        run(ids, torch.arange(64, device="cuda")).exp().square().sum().backward()
     found = {name: one.grad.clone() for name, one in model.named_parameters()}
     model.zero_grad()
     model(ids, torch.arange(64, device="cuda")).exp().square().sum().backward()

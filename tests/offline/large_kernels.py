@@ -18,6 +18,7 @@ from te_inductor.kernels import fp8_small_m as small_m
 from te_inductor.kernels.nvfp4_linear import NVFP4Config
 from te_inductor.numerics import nvfp4
 from te_inductor.recipes import Quantizer
+from te_inductor.runtime.eager import decode_attention as eager_attention
 from te_inductor.runtime.eager import grouped
 from te_inductor.runtime.weights import cached_weights
 from te_inductor.runtime.weights.cached_weights import FreshnessCheck, Spec
@@ -231,7 +232,7 @@ def attention() -> None:
     k, v = mapped((wide, batch, keys), BF16).transpose(0, 1), mapped((batch, keys, wide), BF16)
     given = [tensor[-1:].copy_(torch.randn(1, *tensor.shape[1:])) for tensor in (q, k, v)]
     y = decode_attention.attention(q, k, v, None, 0.1, assembly=False)
-    assert_near(y[-1, -LAST:], decode_attention.plain(*given, None, 0.1)[0, -LAST:], "attention")
+    assert_near(y[-1, -LAST:], eager_attention.decode_attention(*given, None, 0.1)[0, -LAST:], "attention")
 
 
 if __name__ == "__main__":
