@@ -3,16 +3,12 @@ passes/pre_grad/decide/invariance.py."""
 
 from typing import Any
 
-from torch._inductor.codegen.triton import FixedTritonConfig
 from torch._inductor.virtualized import V
 
 from te_inductor.lowerings.choices import Choices
-from te_inductor.lowerings.codegen import block_tiles
+from te_inductor.lowerings.codegen import block_tiles, ordered_sums
 from te_inductor.lowerings.codegen.tiles import LOOKS
 
-# The tile of rows that are summed: a program for each row, which adds so many elements at a time to as many sums, and
-# these up at the end. So zeros behind a row's end change no sum.
-SUMMED_ROW = {"XBLOCK": 1, "R0_BLOCK": 1024, "num_warps": 4}
 LONGEST_ROW = 2**18  # elements, as vocabularies have words
 _ORDERLESS = frozenset(("max", "min", "any", "argmax", "argmin", "xor_sum"))  # reductions, the same in any order
 
@@ -23,7 +19,7 @@ class RowChoices(Choices):
     def triton_kernel_kwargs(self, kernel_cls: Any, features: Any, groups: Any, kernel_kwargs: dict[str, Any]) -> Any:
         if _sums_rows(features.scheduler_nodes()):
             given = self._inner.triton_kernel_kwargs(kernel_cls, features, groups, kernel_kwargs)
-            return {**given, "fixed_config": FixedTritonConfig(dict(SUMMED_ROW))}
+            return {**given, "fixed_config": ordered_sums.fixed_config()}
         return super().triton_kernel_kwargs(kernel_cls, features, groups, kernel_kwargs)
 
     def can_fuse(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:

@@ -30,7 +30,7 @@ from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.virtualized import V
 
 from te_inductor import compat
-from te_inductor.lowerings.codegen.rereads import RereadKernel
+from te_inductor.lowerings.codegen.ordered_sums import OrderedSumsKernel
 
 _EARLY = "te_kernels_start_early"  # attribute of a graph
 # Kernels whose programs wait for each other, and such as are written by other code than ours below.
@@ -47,7 +47,7 @@ def is_early() -> bool:
     return hasattr(V.graph, _EARLY)
 
 
-class DependentLaunchKernel(RereadKernel):
+class DependentLaunchKernel(OrderedSumsKernel):
     """Inductor's Triton kernel, which in such a graph starts early: Note [Kernels that start early]."""
 
     @staticmethod
