@@ -88,6 +88,18 @@ def test_attention_is_two_products_and_torchs_backward():
     assert len(re.findall(r"attention_gradients(?:\.default)?\(", backward)) == 1
 
 
+def test_rows_are_reduced_in_one_layout(tmp_path):
+    """The mask of a step of generation may be read in words, where a prompt's may not: Note [One layout]."""
+    layouts = set()
+    for name in ("train", "prefill", "decode"):
+        forward = Generated(generate(f"invariant_softmax_{name}", 90).sources[:1])
+        [kernel] = [kernel for kernel in forward.kernels if "tl.sum(" in kernel.body]
+        code = compile_to_cubin(kernel, 90, tmp_path).asm["ttgir"]
+        [operand] = set(re.findall(r"\(tensor<1x1024xf32, #(\w+)>\) ->", code))
+        layouts |= set(re.findall(rf"^#{operand} = (.*)$", code, re.MULTILINE))
+    assert len(layouts) == 1, layouts
+
+
 def test_scales_of_blocks_of_one_row_compile(tmp_path):
     """A decoded token is a matrix of one row, whose position is no part of where its scales are stored."""
     kernels = generate("invariant_block_of_one", 90).kernels

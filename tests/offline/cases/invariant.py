@@ -42,6 +42,33 @@ def invariant_block_decode() -> Case:
     return _invariant("block", 3, False)
 
 
+def _softmax(learns: bool, queries: int, keys: int) -> Case:
+    """Has no mask where it learns; else one of the keys, whose rows are no multiple of 16 bytes."""
+    q, k, v = (
+        torch.randn(256, heads, length, 64, device="cuda", dtype=torch.bfloat16, requires_grad=learns)
+        for heads, length in ((16, queries), (8, keys), (8, keys))
+    )
+    mask = None if learns else torch.ones(1, 1, queries, keys, device="cuda", dtype=torch.bool)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=learns, enable_gqa=True)
+
+    options = {"recipe": "rowwise", "batch_invariant": True}
+    return torch.compile(attend, backend="te", fullgraph=True, dynamic=False, options=options), (q, k, v)
+
+
+def invariant_softmax_train() -> Case:
+    return _softmax(True, 19, 19)
+
+
+def invariant_softmax_prefill() -> Case:
+    return _softmax(False, 19, 19)
+
+
+def invariant_softmax_decode() -> Case:
+    return _softmax(False, 1, 19)
+
+
 def invariant_block_of_one() -> Case:
     return _invariant("block", 1, False)
 
