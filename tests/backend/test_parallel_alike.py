@@ -1,0 +1,90 @@
+"""Tensor-parallel ranks that have to do alike, and those that do not: two real processes, gloo, CPU. Cases:
+parallel_alike_ranks.py."""
+
+import pytest
+
+from tests.ranks import Told, ranks, told_by
+
+MODULE = "tests.backend.parallel_alike_ranks"
+told = told_by(MODULE, 2, "first_step may,first_step must not,agree,decides,fails")
+others = told_by(MODULE, 2, "masked,many_first_steps", timeout=600)
+
+
+def test_ranks_that_decide_otherwise_are_found_before_they_run(told):
+    first, second = told["decides"]
+    assert first == ["ValueError: ran"] * 3
+    same, other, high = second
+    assert same == "ValueError: ran"
+    expected = (
+        "GatherError: rank 1 would run a layer otherwise than rank 0, with which it exchanges tensors:"
+        " 'layers.0.gate in {}', where rank 0 has 'layers.0.gate in {}'; compile the same graph with the same options"
+        " on all of them"
+    )
+    assert expected.format("delayed", "current") in other
+    assert expected.format("current", "high precision") in high
+
+
+def check_masked(told: Told) -> None:
+    """Every step of every rank is as far from high precision as FP8 is, and none has hung."""
+    for found in told["masked"]:
+        assert len(found["off"]) == 6 and max(found["off"]) < 0.3
+    *graphs, of_last = [found["wire"] for found in told["masked"]]
+    # In the forward and the backward of a first step, and of later ones; where a rank has compiled alone, once more.
+    assert graphs == [[6, 2, 4, 2]] * len(graphs)
+    assert of_last == [6, 2, 4, 6, 2, 4, 2, 6, 2, 2]
+
+
+@pytest.mark.thorough
+def test_ranks_run_the_graph_of_a_first_step_together(others):
+    check_masked(others)
+
+
+@pytest.mark.thorough
+def test_four_ranks_run_the_graph_of_a_first_step_together():
+    check_masked(ranks(MODULE, 4, "masked"))
+
+
+def test_ranks_interpret_a_first_step_where_all_of_them_may(told):
+    """Note [Ranks that interpret]."""
+    together, alone = told["first_step may"], told["first_step must not"]
+    assert [one["graphs"] for one in together] == [{"interpreted": 2, "compiled": 2}] * 2
+    assert [one["graphs"] for one in alone] == [{"interpreted": 0, "compiled": 4}] * 2
+    assert [one["found"] for one in together] == [one["found"] for one in alone]
+
+
+def test_no_rank_waits_to_interpret_for_one_that_could_not_compile(told):
+    assert told["agree"] == [[False, True, False]] * 2
+
+
+@pytest.mark.thorough
+def test_ranks_find_many_first_steps_in_the_same_call(others):
+    """Both compile code for them, although one has compiled alone before."""
+    first, last = others["many_first_steps"]
+    assert (first, last) == ([False, True], [False, False, True])
+
+
+@pytest.mark.thorough
+def test_a_rank_that_loads_state_alone_says_so():
+    """The others end with the group's timeout, which is ten seconds."""
+    assert [error for error, _ in ranks(MODULE, 2, "loads")["loads"]] == ["RuntimeError", "StateError"]
+
+
+def test_a_compile_that_fails_on_one_rank_alone_is_found(told):
+    first, second = told["fails"]
+    assert first == ["", "ValueError: ran"]
+    assert second[0] == ""
+    assert "'layers.0.gate as the user wrote it, since its compile failed', where rank 0 has" in second[1]
+
+
+@pytest.mark.thorough
+def test_a_rank_that_is_left_alone_ends_with_the_groups_timeout():
+    """The timeout is ten seconds: another rank's backward raises."""
+    for error, seconds in ranks(MODULE, 2, "raises delayed")["raises delayed"]:
+        assert error and seconds < 60
+
+
+@pytest.mark.thorough
+def test_ranks_with_other_lengths_end():
+    """gloo sees that collectives do not fit, and ends a rank."""
+    with pytest.raises(AssertionError, match=r"collective mismatch|Connection|Timed out"):
+        ranks(MODULE, 2, "other_length delayed", timeout=100)
