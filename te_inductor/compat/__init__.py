@@ -45,6 +45,8 @@ from te_inductor.compat.swaps import around_swaps
 from te_inductor.compat.wrappers import (
     Gathered,
     ddp_group_of,
+    ddp_reduces_later,
+    fsdp_group_of,
     gathered,
     guard_on_wrappers,
     inside_ddp,

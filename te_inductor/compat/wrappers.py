@@ -35,11 +35,25 @@ class Gathered(NamedTuple):
 
 def gathered() -> Iterator[Gathered]:
     """Every parameter of this process that FSDP2 gathers."""
+    for one in (one for group in gathered_at_once() for one in group.fsdp_params):
+        shards = [getattr(one, name, None) for name in ("sharded_param", "_sharded_post_forward_param")]
+        yield Gathered([s for s in shards if s is not None], getattr(one, "_unsharded_param", None))
+
+
+def gathered_at_once() -> Iterator[Any]:
+    """The groups of parameters of this process that FSDP2 gathers at once."""
     states = imported("torch.distributed._composable_state", "_module_state_mapping") or {}
     for reference in list(states.values()):
-        for one in (one for group in groups_of(reference()) for one in group.fsdp_params):
-            shards = [getattr(one, name, None) for name in ("sharded_param", "_sharded_post_forward_param")]
-            yield Gathered([s for s in shards if s is not None], getattr(one, "_unsharded_param", None))
+        yield from groups_of(reference())
+
+
+def fsdp_group_of(parameter: torch.Tensor) -> Any:
+    """The group in which FSDP2 has gathered a parameter, of which `reduce_grads` says whether the next backward reduces
+    its gradient; None of any other."""
+    for group in gathered_at_once():
+        if any(getattr(one, "_unsharded_param", None) is parameter for one in group.fsdp_params):
+            return group
+    return None
 
 
 def groups_of(state: Any) -> list[Any]:
@@ -84,6 +98,15 @@ def inside_ddp() -> bool:
     The graph that is being compiled is compiled anew where the answer is another."""
     guard_on(*_ACTIVE_DDP, by_type=True)
     return _active_ddp() is not None
+
+
+def ddp_reduces_later() -> bool:
+    """Whether the forward of a DistributedDataParallel runs that leaves gradients to a later backward, as in `no_sync()`.
+    The graph that is being compiled is compiled anew where the answer is another."""
+    if not inside_ddp():
+        return False
+    guard_on(_ACTIVE_DDP[0], f"{_ACTIVE_DDP[1]}.require_backward_grad_sync")
+    return not _active_ddp().require_backward_grad_sync
 
 
 # With these DDP has its ranks run other layers than each other, or some of them more often than others.

@@ -11,6 +11,7 @@ neither, each rank keeps its own scales; so it does in a DistributedDataParallel
 A graph knows process groups by name, since a name can stand in a graph and in the keys of compile caches. A mesh of
 several dimensions has a process group for each: the largest over all of its ranks is found dimension by dimension."""
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -134,6 +135,21 @@ def _is_known(parameter: Tensor) -> bool:
     """Whether what is known is of the mesh that it has, if it is a DTensor."""
     found = _by_parameter.get(parameter, None)
     return found is not None and found[0] is compat.mesh_of_dtensor(parameter)
+
+
+_gathered_with: TensorTable[weakref.ref[Any]] = TensorTable()  # what FSDP2 gathers at once, by each of these parameters
+
+
+def reduces_gradient(parameter: Tensor) -> bool | None:
+    """Whether the next backward reduces the gradient of a parameter that FSDP2 has gathered, which
+    `set_requires_gradient_sync` decides; None of any other parameter."""
+    known = _gathered_with.get(parameter, None)
+    group = compat.fsdp_group_of(parameter) if known is None else known()
+    if group is None:
+        return None
+    if known is None:
+        _gathered_with[parameter] = weakref.ref(group)
+    return bool(group.reduce_grads)
 
 
 def process_group(name: str) -> dist.ProcessGroup:

@@ -69,6 +69,7 @@ class ScaleUpdate(Constant):
     groups: tuple[str, ...] = ()  # names of process groups, over which amaxes are reduced one after another
     agreement: str | None = None  # they are where all ranks agreed on it: `distributed/agreement.py`; None: always
     heals: bool = False  # whether outliers are kept out of histories: Note [A guard that heals]
+    waits: bool = False  # whether amaxes wait for a later update, of this microbatch and others: Note [Microbatches]
 
     @property
     def format(self) -> Element:

@@ -2,6 +2,7 @@
 Ranks see data of different magnitude."""
 
 import contextlib
+import itertools
 import warnings
 from typing import Any
 from unittest import mock
@@ -9,6 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -163,6 +165,27 @@ def other_rows(rank: Rank, kind: str) -> Any:
             x = torch.full((0 if kind == "empty" else 16, 32) if other else (8, 32), 1.0 + rank.rank + 10.0 * step)
             run(x).sum().backward()
     return _amaxes(model)
+
+
+def microbatches(rank: Rank, kind: str) -> Any:
+    """The history of the input and of the gradient behind two steps, in which the second rank has a microbatch more than
+    the first; none but the last of a step reduces gradients, in a model under "ddp" or "fsdp". And how many graphs were
+    compiled."""
+    model = Model(1)
+    wrapped: Any = DistributedDataParallel(model) if kind == "ddp" else fully_shard(model, reshard_after_forward=False)
+    run = torch.compile(wrapped, backend="te", options={"recipe": DelayedScaling(amax_history_len=4)})
+    number = 2 + rank.rank
+    for step, microbatch in itertools.product(range(2), range(number)):
+        last = microbatch == number - 1
+        if kind == "fsdp":
+            wrapped.set_requires_gradient_sync(last)
+            wrapped.set_reshard_after_backward(last)
+        with wrapped.no_sync() if kind == "ddp" and not last else contextlib.nullcontext():
+            y = run(torch.full((8, 32), 1.0 + rank.rank + 10.0 * microbatch + 100.0 * step))
+            y.backward(torch.full((8, 48), 2.0 ** -(rank.rank + microbatch) * (step + 1)))
+    state = te_inductor.state_dict(model)
+    found = [state[f"layer.{slot}.amax_history"].tolist() for slot in ("input", "grad_output")]
+    return found, counters["stats"]["unique_graphs"]
 
 
 class Block(nn.Module):

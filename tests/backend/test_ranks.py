@@ -9,7 +9,7 @@ from tests.ranks import ranks, told_by
 MODULE, WORLD = "tests.backend.delayed_ranks", 2
 DIFFER = ("unequal", "pipeline", "no_compile")
 QUICK = ["trains plain", *(f"differ {kind}" for kind in DIFFER), "sharded blocks", "lost", "apart unused", "apart join"]
-QUICK += ["other_rows empty", "other_rows less", "other_rows more"]
+QUICK += ["other_rows empty", "other_rows less", "other_rows more", "microbatches ddp", "microbatches fsdp"]
 OTHERS = "trains split,differ equal,differ more_graphs,differ other_order,sharded whole"
 told = told_by(MODULE, WORLD, ",".join(QUICK))
 others = told_by(MODULE, WORLD, OTHERS)
@@ -17,7 +17,8 @@ compiled = told_by(
     MODULE,
     WORLD,
     "compiled interprets plain all,compiled interprets plain last,compiled interprets ddp all,"
-    "compiled interprets split all,compiled sharded whole,compiled sharded blocks,compiled other_rows empty",
+    "compiled interprets split all,compiled sharded whole,compiled sharded blocks,compiled other_rows empty,"
+    "compiled microbatches ddp",
     timeout=600,
 )
 
@@ -120,6 +121,20 @@ def test_layers_whose_amaxes_ranks_reduce_stay_so_for_any_number_of_rows(kind, n
 def test_generated_code_of_an_empty_batch_ends_the_step_of_the_other_rank(compiled):
     first, second = compiled["compiled other_rows empty"]
     assert first == second and first["layer.input.amax_history"] == 21.0
+
+
+MICROBATCHES = ([[0.0, 0.0, 22.0, 122.0], [0.0, 0.0, 1.0, 2.0]], 2)  # of rank 1's third, and of rank 0's first
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_ranks_with_other_numbers_of_microbatches_reduce_the_amaxes_of_a_step(kind, told):
+    """The amaxes of microbatches that reduce no gradients are reduced with those of the one that does."""
+    assert told[f"microbatches {kind}"] == [list(MICROBATCHES)] * 2
+
+
+@pytest.mark.thorough
+def test_generated_code_of_microbatches_reduces_the_amaxes_of_a_step(compiled):
+    assert compiled["compiled microbatches ddp"] == [list(MICROBATCHES)] * 2
 
 
 def test_layers_that_ranks_left_in_high_precision_stay_so_for_any_number_of_rows(told):

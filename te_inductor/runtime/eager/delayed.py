@@ -56,6 +56,8 @@ def update_scales(
     A recorded amax of 0, inf or NaN is no observation: it enters no history, so it freezes no scale. Where the window
     holds no observation the scale stays.
     """
+    if update.waits:
+        return
     amax, old, history = torch.stack(amaxes), torch.stack(scales), torch.stack(histories)
     recipe = update.recipe
     nonfinite = ~(amax < torch.inf)

@@ -89,14 +89,14 @@ class _FoundStates:
     loads: int  # how often state was loaded
     watch: Watch
 
-    def step(self) -> None:
+    def step(self, records: bool) -> None:
         """A call begins. What has no history is asked for it where a call that may have given it some lies behind. Until
         it has some, however long that takes, it scales by its own amax: with no other scale does nothing vanish."""
         unknown = [state for state in self.states if not state.has_history]
         if any(state.is_due for state in unknown) and not _is_capturing():
             note_history(unknown)
         self.is_first = not all(state.has_history for state in unknown)
-        for state in self.recorded:
+        for state in self.recorded if records else ():
             state.recordings += 1
 
 
@@ -128,6 +128,7 @@ class StateInputs(ExtraInputs):
     groups: set[AmaxGroup] = field(default_factory=set)  # of these ranks
     updated: list[list[StateInput]] = field(default_factory=list)  # the quantizers of each update, which counts misfits
     stays: str = ""  # why a guard can move none of its layers
+    waits: bool = False  # whether a later graph updates the scales: Note [Microbatches]
     first_calls: int = 0  # first steps for which no code was generated
     _found: TensorGroups[_FoundStates] = field(default_factory=TensorGroups)  # by the parameters
     _said_again: bool = False
@@ -145,7 +146,7 @@ class StateInputs(ExtraInputs):
         with LOCK:
             found = self._found_of(parameters, inputs)
             if found.is_first and again is None:
-                found.step()
+                found.step(records=not self.waits)
             is_first = found.is_first if again is None else again in found.checkpoints
         if again is None:
             guarded = self._guards(found.watch, inputs)
@@ -357,7 +358,7 @@ class StateInputs(ExtraInputs):
             return (choice_of(parameter, self._layers, self.groups).first_calls >= FEW_CALLS) == many
 
         together = bool(self.exchanging) and not self.heals
-        if (many and not together) or not self._interprets:
+        if (many and not together) or not self._interprets or self.waits:  # all microbatches of one step are first
             return first
         for place in [self._lead.parameter] if together else self._places[:1]:
             if isinstance(place, int):

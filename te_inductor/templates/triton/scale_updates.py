@@ -33,7 +33,7 @@ def update_scales(
     own: bool = False,
 ) -> None:
     """Does what `runtime.eager.delayed.update_scales` does, which runs where a recipe brings functions of its own."""
-    table = _table((amaxes, scales, histories)) if _is_for(update.recipe) else None
+    table = _table((amaxes, scales, histories)) if _is_for(update.recipe) and not update.waits else None
     if table is None:
         delayed.update_scales(amaxes, scales, histories, update, read, misfits, own)
     else:

@@ -113,16 +113,36 @@ class GroupsOf:
         return self.found[place]
 
     def _found(self, place: int | str) -> AmaxGroup | None:
-        if isinstance(place, str):
-            return amax_groups.of_parameter(self.held[place])
-        parameter = self.examples[place] if self.examples else None
-        if not isinstance(parameter, Tensor):
+        parameter = self._parameter(place)
+        if parameter is None:
             return None
-        if amax_groups.several_ranks():
+        if amax_groups.several_ranks() and not isinstance(place, str):
             node = self.graph.find_nodes(op="placeholder")[place]
             mesh = amax_groups.mesh_of(parameter)
             compat.guard_on_tensor(node, partial(_has_mesh, mesh), "te_inductor_has_mesh")
         return amax_groups.of_parameter(parameter)
+
+    def wait(self, readers: Iterable[StateReader]) -> bool:
+        """Whether a later graph updates the scales of these quantizers: Note [Microbatches]."""
+        waits = compat.ddp_reduces_later()
+        for place in dict.fromkeys(reader.parameter for reader in readers):
+            parameter = self._parameter(place)
+            reduces = None if parameter is None else amax_groups.reduces_gradient(parameter)
+            if reduces is not None and not isinstance(place, str):
+                node = self.graph.find_nodes(op="placeholder")[place]
+                compat.guard_on_tensor(node, partial(_reduces_gradient, reduces), "te_inductor_reduces_gradient")
+            waits = waits or reduces is False
+        return waits
+
+    def _parameter(self, place: int | str) -> Tensor | None:
+        if isinstance(place, str):
+            return self.held[place]
+        found = self.examples[place] if self.examples else None
+        return found if isinstance(found, Tensor) else None
+
+
+def _reduces_gradient(expected: bool, parameter: Tensor) -> bool:
+    return amax_groups.reduces_gradient(parameter) is expected
 
 
 def _has_mesh(mesh: AmaxGroup | None, parameter: Tensor) -> bool:

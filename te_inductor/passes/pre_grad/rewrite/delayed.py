@@ -17,7 +17,16 @@ rule one. The update takes the copies, and does nothing with them, so that the f
 forward's outputs do not hang on, as in ``y + 0 * unused(x)``, AOTAutograd's partitioner leaves to the backward, behind
 the update. Sites that quantize the same tensor share its quantizer, so that it is cast once. Where the graph writes it
 between two sites, each reads other values: both amaxes are recorded, and the sites have a quantizer each: Note [Nodes
-and values]."""
+and values].
+
+# Note [Microbatches]
+Ranks may have other numbers of microbatches where these send nothing: in DistributedDataParallel's `no_sync()`, and
+under FSDP2 with `set_requires_gradient_sync(False)` and weights that stay gathered. A reduction of amaxes would wait for
+a rank that has no such microbatch, or take the amaxes of another one. So a graph whose backward reduces no gradients
+reduces no amaxes either: its updates do nothing (`ScaleUpdate.waits`), and what it records stays until the graph whose
+backward does reduce gradients, to which all ranks come equally often, takes the largest amaxes of all microbatches and
+of all ranks, as those of one step. Dynamo guards on what tells the two graphs apart, and compiles both. The microbatches
+of a first step are all first steps, and no graph is compiled anew for their number."""
 
 import itertools
 import operator
@@ -244,7 +253,11 @@ class DelayedSites:
             return ScaleUpdate(self.recipe, element, heals=heals)
         if group in self.in_step:
             return ScaleUpdate(self.recipe, element, group.names, heals=heals)
-        sites = [updates[group].sites if group in updates else [] for updates in (self.forward, self.backward)]
+        updates = [one[group] for one in (self.forward, self.backward) if group in one]
+        if self.groups.wait([state.readers[0] for one in updates for state in one.states]):
+            self.inputs.waits = True
+            return ScaleUpdate(self.recipe, element, heals=heals, waits=True)
+        sites = [one[group].sites if group in one else [] for one in (self.forward, self.backward)]
         agreed = agreement.agreement_of(group, [self.recipe.__fx_repr__()[0], *sites, *(["heal"] if heals else [])])
         if agreed not in self.inputs.agreements:
             self.inputs.agreements.append(agreed)
