@@ -111,6 +111,10 @@ CAST = {
     "swiglu by a reciprocal": lambda x: SiluByReciprocal.apply(x[:, : COLUMNS // 2]) * x[:, COLUMNS // 2 :],
     "gelu": F.gelu,
     "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "squared relu": lambda x: F.relu(x).square(),
+    "a cube of relu": lambda x: F.relu(x) ** 3,
+    "relu by itself": lambda x: F.relu(x) * F.relu(x),
+    "squared relu, viewed": lambda x: F.relu(x.view(2, -1, COLUMNS)).square().view(ROWS, COLUMNS),
     "a cube": lambda x: x**3,
     "of a rounding": lambda x: x.mul(8).round() * x,
     "swiglu": lambda x: F.silu(x[:, : COLUMNS // 2]) * x[:, COLUMNS // 2 :].repeat(1, 1),
@@ -133,7 +137,10 @@ def test_what_pointwise_functions_read_is_cast(name):
 
 REFUSED = {  # and by which operator of the backward
     "a product": (lambda x: x @ torch.ones(COLUMNS, COLUMNS), lambda x: x, "mm"),
-    "squared relu": (F.relu, torch.square, "le"),
+    "relu": (F.relu, torch.sigmoid, "le"),
+    "relu by another place's": (lambda x: F.relu(x[:, :ROWS]), lambda r: r * r.t(), "le"),
+    "squared relu, and relu": (F.relu, lambda r: r.square() + r, "le"),
+    "a squared mask of its own": (lambda x: torch.where(x > 0, x.square(), 0), lambda x: x, "le|gt"),
     "leaky relu": (F.leaky_relu, None, "gt"),
     "a magnitude": (torch.abs, None, "abs|sign|sgn"),
     "clamped": (lambda x: x.clamp(-1, 1), None, "clamp|ge|le"),

@@ -11,7 +11,8 @@ zero. BOUNDED is what sigmoid, tanh or erf make of it, and combinations with the
 value grows, so that its error stays within that of the value. Operators that are not listed are refused, as each of
 these would give other numbers:
 - comparisons, signs, rounding and ties: the derivative of ReLU asks whether a value is above zero, and E4M3 has zeros
-  where the value has none;
+  where the value has none. One comparison is known: of ReLU's output with zero, where what it masks has that output as
+  a factor, as in a squared ReLU's backward. Where the output is rounded to zero, the factor is zero too;
 - a division by the value, its logarithm or square root: by such a zero;
 - a difference with what is no function of it: of a large value that leaves its error alone, as LayerNorm's deviation
   from the mean or a loss's from its target. Where all readers read the difference, that is saved in the value's place;
@@ -28,7 +29,7 @@ Layers' inputs are computed again in the backward of such a value, and cast from
 import enum
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,7 @@ MOST = 0.75  # bytes with scales, of what the value takes: less of a gain is not
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 _COPIES = (aten.clone.default, aten.alias.default, aten.neg.default)
 _PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
+_COMPARISONS = (aten.le.Scalar, aten.gt.Scalar)
 _SUMS = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar)
 _QUOTIENTS = (aten.div.Tensor, aten.div.Scalar)
 _POWERS = (aten.pow.Tensor_Scalar,)
@@ -69,6 +71,7 @@ _OF_ROWS = (  # views whose rows are those of what they view, where the last dim
     aten.unsqueeze.default,
     aten.squeeze.dim,
 )
+_SAME = (*_COPIES[:2], *_OF_ROWS)
 _PARTS = (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default)
 _BOUNDED = (aten.sigmoid.default, aten.tanh.default, aten.erf.default, aten.erfc.default)
 _FILLS: dict[Any, int] = {aten.full.default: 1, aten.scalar_tensor.default: 0}  # with the place of the number
@@ -81,6 +84,7 @@ class Dependence(enum.Enum):
     LINEAR = enum.auto()
     SQUARE = enum.auto()
     BOUNDED = enum.auto()
+    SIGN = enum.auto()  # whether ReLU's output, which the value is, is above zero
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ def decide(
         read = reads[node]
         source = known[read.name]
         refusal = refuse(source) or _held(node, held) or _of_sizes(source, backward) or _of_origin(node)
-        refusal = refusal or _of_readers(read, later, cast)
+        refusal = refusal or _of_readers(read, later, cast, _is_of_relu(source))
         found[node] = Saved(node, read, source, refusal)
         cast |= {read} if refusal is None else set()
     return list(_together([found[node] for node in nodes]))
@@ -248,7 +252,11 @@ def _is_known(node: fx.Node, known: dict[str, fx.Node]) -> bool:
     return node.name in known and (node.op == "placeholder" or known[node.name].target == node.target)
 
 
-def _of_readers(value: fx.Node, later: set[fx.Node], cast: set[fx.Node]) -> Refusal | None:
+def _is_of_relu(node: fx.Node) -> bool:
+    return back_past(node, is_view_or_cast).target is aten.relu.default
+
+
+def _of_readers(value: fx.Node, later: set[fx.Node], cast: set[fx.Node], of_relu: bool) -> Refusal | None:
     """Note [Functions that bear a relative error]"""
     kinds = {value: Dependence.LINEAR}
     for node in _behind(value):
@@ -260,10 +268,13 @@ def _of_readers(value: fx.Node, later: set[fx.Node], cast: set[fx.Node]) -> Refu
         if _is_spread(node, value):
             return Refusal("the backward spreads it over a larger tensor")
         if node in later:
-            if not _is_factor(node, operands):
+            if not _is_factor(node, operands, kinds) and not _is_masked(node, value, kinds):
                 return Refusal("%s of the backward reads it beside a gradient", _name(node))
             continue
-        kind = _choice(node, value, kinds) if node.target in _CHOICES else _kind(node, kinds)
+        if node.target in _COMPARISONS or Dependence.SIGN in map(kinds.get, operands):
+            kind = Dependence.SIGN if of_relu and _is_sign(node, value) else None
+        else:
+            kind = _choice(node, value, kinds) if node.target in _CHOICES else _kind(node, kinds)
         if kind is None:
             return Refusal("%s of the backward computes with it", _name(node))
         kinds[node] = kind
@@ -281,9 +292,41 @@ def _is_spread(node: fx.Node, value: fx.Node) -> bool:
     return made is not None and read is not None and not statically_known_true(made.numel() <= read.numel())
 
 
-def _is_factor(node: fx.Node, operands: Sequence[fx.Node]) -> bool:
+def _is_factor(node: fx.Node, operands: Sequence[fx.Node], kinds: dict[fx.Node, Dependence]) -> bool:
     """Whether a gradient is multiplied by what comes of the value."""
-    return node.target in _PRODUCTS and len(operands) == 1
+    return node.target in _PRODUCTS and len(operands) == 1 and kinds[operands[0]] is not Dependence.SIGN
+
+
+def _is_masked(node: fx.Node, value: fx.Node, kinds: dict[fx.Node, Dependence]) -> bool:
+    """Whether the value's sign masks gradients of which the value is a factor, element by element."""
+
+    def is_factor(one: fx.Node) -> bool:
+        in_places = all(each is value or _is_same(each) or is_pointwise(each) for each in _between(one, value, kinds))
+        return kinds.get(one) in (Dependence.LINEAR, Dependence.SQUARE) and in_places
+
+    def is_multiple(gradient: fx.Node) -> bool:
+        operands = gradient.all_input_nodes
+        if gradient.target in _PRODUCTS:
+            return any(is_factor(one) or is_multiple(one) for one in operands)
+        passes = _is_same(gradient) or (gradient.target in _SUMS and len(operands) == 2)
+        return _number(gradient) == 0 or (passes and all(map(is_multiple, operands)))
+
+    of = [kinds[one] for one in node.all_input_nodes if one in kinds]
+    masks = node.target is aten.where.self and of == [Dependence.SIGN]
+    return masks and all(map(is_multiple, node.all_input_nodes[1:]))
+
+
+def _is_same(node: fx.Node) -> bool:
+    """Whether it has the elements of its one operand, in their order."""
+    return is_cast(node) or node.target in _SAME
+
+
+def _is_sign(node: fx.Node, value: fx.Node) -> bool:
+    """Whether it compares the value with zero, or has the elements of such a comparison."""
+    compares = back_past(node, _is_same)
+    if compares.target not in _COMPARISONS or compares.args[1] != 0:
+        return False
+    return back_past(compares.all_input_nodes[0], lambda one: one is not value and _is_same(one)) is value
 
 
 def _name(node: fx.Node) -> str:
@@ -395,11 +438,14 @@ def _has_rows(node: fx.Node, value: fx.Node, kinds: dict[fx.Node, Dependence]) -
         by_row = (operator.getitem, *_PARTS, *_CHOICES, *_COPIES)
         return one is value or is_pointwise(one) or one.target in by_row
 
-    between = reached(
-        [node], lambda one: () if one is value else [each for each in one.all_input_nodes if each in kinds]
-    )
+    between = _between(node, value, kinds)
     order = in_memory_order(tensor_of(value))  # type: ignore[arg-type]
     return order is not None and order[-1] == len(order) - 1 and all(map(is_by_row, between))
+
+
+def _between(node: fx.Node, value: fx.Node, kinds: dict[fx.Node, Dependence]) -> Iterable[fx.Node]:
+    """What is computed of a value for a node, with both."""
+    return reached([node], lambda one: () if one is value else [each for each in one.all_input_nodes if each in kinds])
 
 
 def _decays(exp: fx.Node, kinds: dict[fx.Node, Dependence]) -> bool:
