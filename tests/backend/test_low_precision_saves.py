@@ -2,6 +2,7 @@
 
 import functools
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,12 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch._inductor.decomposition import select_decomp_table
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import te_inductor
-from te_inductor import compat
+from te_inductor import compat, ops
 from te_inductor.errors import FallbackWarning, OptionError
 from te_inductor.passes.joint import low_precision_saves
 from te_inductor.passes.joint.low_precision_saves import SavingPartitioner
+from te_inductor.passes.joint.saved_values import QUANTIZER
 from tests import uncompiled
 from tests.experts import MoE
 from tests.ranks import told_by
@@ -107,6 +110,106 @@ def test_experts_save_less(recipe):
     low, by_low = step(model, **given, saved="low_precision", fallback="error")
     assert low < 0.62 * fp8 and low < 0.46 * high, (high, fp8, low)
     assert 0 < error(by_low, by_fp8) < error(by_fp8, exact), (error(by_low, by_fp8), error(by_fp8, exact))
+
+
+class Checkpointed(nn.Module):
+    """Layers, of which the backward computes all but the first again."""
+
+    def __init__(self, *layers, **given):
+        super().__init__()
+        self.first, self.layers, self.given = nn.Linear(HIDDEN, HIDDEN), nn.ModuleList(layers), given
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False, **self.given)
+        return x
+
+
+def test_a_checkpoint_keeps_half():
+    """Blocks' inputs are all that is saved. In the table they are what norms read."""
+    torch.manual_seed(0)
+    model = Checkpointed(Block(), Block()).bfloat16()
+    _, exact = step(model, recipe="none")
+    fp8, by_fp8 = step(model)
+    low, by_low = step(model, saved="low_precision", fallback="error")
+    spared = 2 * 128 * HIDDEN * (2 - 1 - 4 / 128)  # of two inputs in bf16, with a scale for each 128 values
+    assert fp8 - low == spared, (fp8, low)
+    assert 0 < error(by_low, by_fp8) < error(by_fp8, exact), (error(by_low, by_fp8), error(by_fp8, exact))
+    options = {"recipe": "delayed", "policy": {"*": "delayed"}, "saved": "low_precision"}
+    found = te_inductor.explain(model, torch.randn(1, 128, HIDDEN, dtype=torch.bfloat16), options=options)
+    rows = [(one.fqn, one.reason) for one in found.saved if one.bytes_before > 1024]
+    assert rows == [("layers.0.norm1", None), ("layers.1.norm1", None)]
+
+
+class Scores(nn.Module):
+    """Functions that would not bear an error by themselves."""
+
+    def forward(self, x):
+        x = x - x.mean(-1, keepdim=True)
+        return F.relu(x) * (x.clamp(-1, 1) @ x.transpose(-1, -2)).softmax(-1) @ x
+
+
+def test_gradients_of_a_checkpoint_are_those_of_its_rounded_input():
+    torch.manual_seed(0)
+    model, x = Checkpointed(Scores()), torch.randn(HIDDEN, HIDDEN)
+    run = torch.compile(model, backend="te", options={"policy": {"*": "none"}, "saved": "low_precision"})
+    run(x).square().sum().backward()
+    found = model.first.weight.grad.clone()
+    with torch.no_grad():
+        given = model.first(x)
+        dy = 2 * model.layers[0](given)
+    rounded = ops.dequantize(*ops.quantize(given, QUANTIZER), QUANTIZER, torch.float32).requires_grad_()
+    model.layers[0](rounded).backward(dy)
+    expected = rounded.grad.T @ x
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+class Router(nn.Module):
+    def forward(self, x):
+        chosen = x.softmax(-1).topk(8).indices
+        return x * torch.zeros_like(x).scatter(-1, chosen, 1.0)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(HIDDEN)
+
+    def forward(self, x):
+        x = self.norm(x)[None, None]
+        return F.scaled_dot_product_attention(x, x, x)[0, 0]
+
+
+def attention(ctx, op, *args, **kwargs):
+    saves = "scaled_dot_product" in str(op)
+    return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize(
+    ("layer", "given", "reason"),
+    [
+        (Router, {}, "topk.* makes integers of it"),
+        (
+            Attention,
+            {"context_fn": functools.partial(create_selective_checkpoint_contexts, attention)},
+            "a checkpoint reads it beside",
+        ),
+    ],
+)
+def test_checkpoints_that_stay(layer, given, reason):
+    """A router would choose other experts, and what a selective policy saves is of the exact input."""
+    torch.manual_seed(0)
+    model, x = Checkpointed(layer(), **given), torch.randn(64, HIDDEN)
+    grads = []
+    for saved in ("high_precision", "low_precision"):
+        torch._dynamo.reset()
+        model.zero_grad()
+        run = torch.compile(model, backend="te", options={"policy": {"*": "none"}, "saved": saved, "fallback": "warn"})
+        with pytest.warns(FallbackWarning, match=reason) if saved == "low_precision" else nullcontext():
+            run(x).square().sum().backward()
+        grads.append([one.grad.clone() for one in model.parameters()])
+    assert all(map(torch.equal, *grads))
 
 
 def test_explain_tells_what_a_compile_saves(monkeypatch):

@@ -22,8 +22,9 @@ from te_inductor.diagnostics import Outside, Refusal, announce, log, say
 from te_inductor.passes.graph.custom_pass import package_hash
 from te_inductor.passes.graph.effect import Effect
 from te_inductor.passes.graph.module_path import module_path
-from te_inductor.passes.graph.node_kinds import is_cast, is_pointwise
+from te_inductor.passes.graph.node_kinds import is_cast, is_pointwise, is_view_or_cast
 from te_inductor.passes.graph.tracing import take_place
+from te_inductor.passes.graph.walks import reached
 from te_inductor.passes.joint.saved_values import QUANTIZER, Saved, decide, size_node
 from te_inductor.presentation.paths import names_of
 from te_inductor.presentation.report import Report, SavedSite, Unmet
@@ -117,7 +118,8 @@ def _is_meant(refusal: Refusal | None) -> bool:
 
 def _place(node: fx.Node) -> str:
     """The module of the forward that reads a value, or else the one that makes it."""
-    return next(filter(None, map(module_path, (*node.users, node))), "")
+    readers = reached([node], lambda one: one.users if one is node or is_view_or_cast(one) else ())
+    return next(filter(None, map(module_path, [*list(readers)[1:], node])), "")
 
 
 def save(

@@ -24,7 +24,9 @@ A choice of rows, by an index or by a mask that puts zeros in the place of the o
 that a token's gradient meets, or that belong to a group. A choice of single elements is refused: what is infinite or
 NaN makes its whole block NaN, where a mask that leaves it out keeps the gradients of its neighbours.
 
-Layers' inputs are computed again in the backward of such a value, and cast from it: that is one more rounding."""
+Layers' inputs are computed again in the backward of such a value, and cast from it: that is one more rounding.
+
+What a checkpoint computes again may be any function: `saved_checkpoints`."""
 
 import enum
 import itertools
@@ -51,6 +53,7 @@ from te_inductor.passes.graph.node_kinds import (
 )
 from te_inductor.passes.graph.values import bytes_of
 from te_inductor.passes.graph.walks import back_past, reached
+from te_inductor.passes.joint.saved_checkpoints import Recomputation, is_computed_again
 from te_inductor.recipes import Quantizer
 
 aten = torch.ops.aten
@@ -135,7 +138,7 @@ def decide(
         read = reads[node]
         source = known[read.name]
         refusal = refuse(source) or _held(node, held) or _of_sizes(source, backward) or _of_origin(node)
-        refusal = refusal or _of_readers(read, later, cast, _is_of_relu(source))
+        refusal = refusal or _of_readers(read, source, later, cast)
         found[node] = Saved(node, read, source, refusal)
         cast |= {read} if refusal is None else set()
     return list(_together([found[node] for node in nodes]))
@@ -256,10 +259,25 @@ def _is_of_relu(node: fx.Node) -> bool:
     return back_past(node, is_view_or_cast).target is aten.relu.default
 
 
-def _of_readers(value: fx.Node, later: set[fx.Node], cast: set[fx.Node], of_relu: bool) -> Refusal | None:
+def _of_readers(value: fx.Node, source: fx.Node, later: set[fx.Node], cast: set[fx.Node]) -> Refusal | None:
+    """Why what reads a value does not bear its error, if a checkpoint does not compute it again."""
+    refusal = _of_functions(value, source, later, cast, None)
+    if refusal is None or not any(map(is_computed_again, value.users)):
+        return refusal
+    return _of_functions(value, source, later, cast, Recomputation(value, source, later))
+
+
+def _of_functions(
+    value: fx.Node, source: fx.Node, later: set[fx.Node], cast: set[fx.Node], again: Recomputation | None
+) -> Refusal | None:
     """Note [Functions that bear a relative error]"""
-    kinds = {value: Dependence.LINEAR}
+    kinds, of_relu = {value: Dependence.LINEAR}, _is_of_relu(source)
     for node in _behind(value):
+        if again is not None and node not in cast and again.reads(node, kinds):
+            refusal = again.add(node)
+            if refusal is not None:
+                return refusal
+            continue
         operands = [one for one in node.all_input_nodes if one in kinds]
         if not operands or node in cast or (node.target in _ENDS and node not in later):
             continue
