@@ -74,7 +74,7 @@ class Choices:
         loops = loops_of(node1), loops_of(node2)
         if all(loops) and loops[0] != loops[1]:
             return False
-        shared_data_score = max(shared_data_score, _score_of_unknown_sizes(node1, node2))
+        shared_data_score = max(shared_data_score, *_scores(node1, node2))
         return bool(self._inner.can_fuse(scheduler, node1, node2, shared_data_score))
 
     def can_fuse_horizontal(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
@@ -82,7 +82,7 @@ class Choices:
             shared_data_score > 0 and programmatic_launch.is_early()
         ):  # a launch costs more than any bytes read once more
             shared_data_score = max(shared_data_score, config.score_fusion_memory_threshold)
-        shared_data_score = max(shared_data_score, _score_of_unknown_sizes(node1, node2))
+        shared_data_score = max(shared_data_score, *_scores(node1, node2))
         return bool(self._inner.can_fuse_horizontal(scheduler, node1, node2, shared_data_score))
 
     def stands_alone(self, node: Any) -> bool:
@@ -111,6 +111,21 @@ class Choices:
         """A sort key: both copies of a tensor find each other before either finds somebody else's kernel."""
         together = bool(cast_both_ways(node1) & cast_both_ways(node2))
         return together, self._inner.score_fusion(scheduler, node1, node2)
+
+
+def _scores(node1: Any, node2: Any) -> tuple[int, int]:
+    return _score_of_unknown_sizes(node1, node2), _score_of_blocks(node1, node2)
+
+
+def _score_of_blocks(node1: Any, node2: Any) -> int:
+    """The bytes that two nodes read both, where one reads a row in blocks of which it makes a copy, and the other as it
+    lies in memory. Inductor brings loops together by one read of each tensor, the last: gate and up are two of one
+    tensor, so that the copy of up joined SwiGLU's kernel, and that of gate was a kernel that read it once more."""
+    if not loops_of(node1) and not loops_of(node2):
+        return 0
+    reads = (node.read_writes.reads for node in (node1, node2))
+    both = [{dep.normalize() for dep in each if isinstance(dep, MemoryDep)} for each in reads]
+    return sum(dep.numbytes_hint() for dep in both[0] & both[1])
 
 
 def _score_of_unknown_sizes(node1: Any, node2: Any) -> int:

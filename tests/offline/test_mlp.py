@@ -50,6 +50,14 @@ def test_the_gradients_of_gate_and_up_are_cast_where_they_are_computed(arch: int
         assert "quantize_pieces" in gradients
 
 
+def test_gate_and_up_are_saved_by_the_kernel_that_reads_them(arch: int) -> None:
+    """Both are cast where SwiGLU reads them: the GEMM's output is read by one kernel, as without codes."""
+    forward, _ = generate("mlp_training_saved", arch).sources
+    gate_up = re.search(r"extern_kernels\._scaled_mm\(.*out=(\w+)\)", forward)[1]
+    readers = [call for call in re.findall(r"triton_\w+\.run\(.*\)", forward) if re.search(rf"\b{gate_up}\b", call)]
+    assert len(readers) == 1 and "silu" in readers[0], readers
+
+
 def test_operands_are_k_major(training: Generated) -> None:
     """cuBLASLt reads fp8 operands with the contraction dimension contiguous; any other layout is refused at run
     time."""
