@@ -1,8 +1,8 @@
 """The pass that makes one op of attention of few queries, where a graph has it as two products and a softmax.
 
-In a step of generation these are three kernels of which two are cuBLAS's, before and after which the card drains;
-F.scaled_dot_product_attention takes longer still of one query, on as many multiprocessors as there are KV heads.
-Figures: docs/performance.md. Only graphs with stored NVFP4 weights, or FP8 GEMMs of few rows, are changed."""
+In a step of generation these are three kernels of which two are cuBLAS's, before and after which the card drains.
+Figures: docs/performance.md. Only graphs with stored NVFP4 weights, or FP8 GEMMs of few rows, are changed. Where the
+program calls F.scaled_dot_product_attention, passes/pre_grad/attention finds it."""
 
 import math
 from dataclasses import dataclass
@@ -18,11 +18,9 @@ from te_inductor.kernels import fp8_small_m
 from te_inductor.kernels.select import select
 from te_inductor.ops import stored
 from te_inductor.passes.graph.gemm_nodes import problem_of
-from te_inductor.runtime.definition import op_of
 from te_inductor.runtime.eager import decode_attention as eager
 
 aten = torch.ops.aten
-decode_attention = op_of(eager.decode_attention, lambda q, *_: q.new_empty(q.shape))
 # What may stand between the products and the softmax: it changes the dtype, or how the batch is written.
 _SAME = frozenset(
     {
@@ -70,7 +68,10 @@ def _emit(graph: fx.Graph, found: DecodeAttention) -> fx.Node:
     if keep is not None:
         keep = _call(graph, aten.reshape.default, keep, [-1])
         keep = _call(graph, aten.bitwise_not.default, keep) if found.drops else keep
-    return _call(graph, decode_attention, found.q, found.k, found.v, keep, found.scale)
+        keep = _call(graph, aten.unsqueeze.default, keep, 0)
+    k = _call(graph, aten.permute.default, found.k, [0, 2, 1])
+    q, k, v = (_call(graph, aten.unsqueeze.default, one, 1) for one in (found.q, k, found.v))
+    return _call(graph, aten.squeeze.dim, _call(graph, ops.decode_attention, q, k, v, keep, found.scale), 1)
 
 
 def _call(graph: fx.Graph, op: Any, *args: Any) -> fx.Node:
@@ -163,12 +164,12 @@ def _value(node: Any) -> Tensor:
     return node.meta["val"]  # type: ignore[no-any-return]
 
 
-def _lower(q, k, v, keep, scale):  # type: ignore[no-untyped-def]
+def _lower(q, k, v, keep, scale, zeros=False):  # type: ignore[no-untyped-def]
     """The kernels, which read keys and values where they lie, with their strides."""
     for given in (q, k, v, keep):
         if given is not None:
             given.realize()
-    return fallback_handler(decode_attention, add_to_fallback_set=False)(q, k, v, keep, scale)
+    return fallback_handler(ops.decode_attention, add_to_fallback_set=False)(q, k, v, keep, scale, zeros)
 
 
-KERNEL = FusedKernel((POST_GRAD,), fold, decode_attention, _lower)
+KERNEL = FusedKernel((POST_GRAD,), fold, ops.decode_attention, _lower)

@@ -10,6 +10,7 @@ from torch import Tensor
 from te_inductor.ops.differentiable import Gradients, Needs, Operation
 from te_inductor.runtime.attention import kept, masked, predicate
 from te_inductor.runtime.definition import define, implement_on_cuda, library, op_of
+from te_inductor.runtime.eager import decode_attention as few_queries
 
 Sizes = Sequence[int | torch.SymInt]  # batch, heads, queries, keys
 
@@ -39,6 +40,8 @@ hides_nothing = op_of(_hides_nothing, lambda *_: torch.empty((), dtype=torch.boo
 # symbolic, and Inductor cannot divide a kernel over a number of blocks that is not a symbol itself ("CantSplit"); or it is
 # read only where `hides_nothing`, a Boolean on the host, is false.
 block_mask = op_of(_block_mask, _computed_block_mask, name="block_mask")
+# Attention of the few queries of a step of generation, without a backward.
+decode_attention = op_of(few_queries.decode_attention, lambda q, *_: q.new_empty(q.shape))
 attend = op_of(
     masked.attend,
     lambda q, k, v, *_: (masked.like_output(q, v), q.new_empty(q.shape[:3], dtype=torch.float32)),

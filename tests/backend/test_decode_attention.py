@@ -6,6 +6,7 @@ from torch import Tensor
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from te_inductor import ops
 from te_inductor.fused import decode_attention
 
 B, H, M, N, D = 2, 3, 4, 40, 64
@@ -63,7 +64,7 @@ def test_found(function, drops, scale):
     module.graph.eliminate_dead_code()
     module.recompile()
     targets = {node.target for node in module.graph.nodes}
-    assert decode_attention.decode_attention in targets and torch.ops.aten.bmm.default not in targets
+    assert ops.decode_attention in targets and torch.ops.aten.bmm.default not in targets
     y, expected = module(*inputs).float(), function(*(x.float() if x.is_floating_point() else x for x in inputs))
     assert ((y - expected).abs() <= 2.0**-7 * expected.abs() + 1e-3).all()
 

@@ -228,7 +228,8 @@ def test_attention(batch, m, d, n, masked, dtype):
 
     q, k, v = (torch.randn(batch, *size, device="cuda", dtype=dtype) for size in ((m, d), (n, d), (n, d)))
     keep = torch.rand(n, device="cuda") < 0.5 if masked else None
-    y = decode_attention.attention(q, k.transpose(1, 2), v, keep, d**-0.5).double()
+    given = [x[:, None] for x in (q, k, v)]
+    y = decode_attention.attention(*given, None if keep is None else keep[None], d**-0.5)[:, 0].double()
     scores = (q.double() @ k.double().transpose(1, 2)) * d**-0.5
     weights = (scores if keep is None else scores.masked_fill(~keep, -torch.inf)).softmax(-1)
     expected, magnitudes = weights @ v.double(), weights @ v.double().abs()

@@ -81,8 +81,8 @@ def fp8_rows(device):
 def attention(device):
     from te_inductor.templates.triton import decode_attention
 
-    q, k, v = on(device, 2, 4, 64), on(device, 2, 64, 300), on(device, 2, 300, 64)
-    return lambda *given: decode_attention.decode_attention(*given, None, 0.125), (q, k, v)
+    q, k, v = on(device, 2, 4, 1, 64), on(device, 2, 2, 300, 64), on(device, 2, 2, 300, 64)
+    return lambda *given: decode_attention.attention(*given, None, 0.125), (q, k, v)
 
 
 def scaled_mm(device):

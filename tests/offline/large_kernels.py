@@ -18,7 +18,7 @@ from te_inductor.kernels import fp8_small_m as small_m
 from te_inductor.kernels.nvfp4_linear import NVFP4Config
 from te_inductor.numerics import nvfp4
 from te_inductor.recipes import Quantizer
-from te_inductor.runtime.eager import decode_attention as eager_attention
+from te_inductor.runtime.eager import decode_attention as eager
 from te_inductor.runtime.eager import grouped
 from te_inductor.runtime.weights import cached_weights
 from te_inductor.runtime.weights.cached_weights import FreshnessCheck, Spec
@@ -228,11 +228,11 @@ def kept_weights() -> None:
 def attention() -> None:
     """Attends with 2**17 heads; keys that lie across heads, so that the last column is behind 2**31 elements, too."""
     batch, keys, wide = 2**17 + 1, 256, 128
-    q = mapped((batch, 8, wide), BF16)
-    k, v = mapped((wide, batch, keys), BF16).transpose(0, 1), mapped((batch, keys, wide), BF16)
+    q = mapped((batch, 1, 8, wide), BF16)
+    k, v = mapped((wide, batch, keys), BF16).permute(1, 2, 0)[:, None], mapped((batch, 1, keys, wide), BF16)
     given = [tensor[-1:].copy_(torch.randn(1, *tensor.shape[1:])) for tensor in (q, k, v)]
     y = decode_attention.attention(q, k, v, None, 0.1, assembly=False)
-    assert_near(y[-1, -LAST:], eager_attention.decode_attention(*given, None, 0.1)[0, -LAST:], "attention")
+    assert_near(y[-1, 0, -LAST:], eager.decode_attention(*given, None, 0.1)[0, 0, -LAST:], "attention")
 
 
 if __name__ == "__main__":

@@ -102,12 +102,28 @@ def attention(batch: int, m: int, d: int, n: int, masked: bool, dtype: torch.dty
     """Weights, values and result are rounded to the dtype; scores and sums are fp32."""
     q, k, v = (torch.randn(batch, *size).to(dtype) for size in ((m, d), (n, d), (n, d)))
     keep = torch.rand(n) < 0.5 if masked else None
-    y = decode_attention.attention(q, k.transpose(1, 2), v, keep, d**-0.5, assembly=False).double()
+    given = [x[:, None] for x in (q, k, v)]
+    y = decode_attention.attention(*given, None if keep is None else keep[None], d**-0.5, assembly=False)[:, 0].double()
     scores = (q.double() @ k.double().transpose(1, 2)) * d**-0.5
     weights = (scores if keep is None else scores.masked_fill(~keep, -torch.inf)).softmax(-1)
     expected, magnitudes = weights @ v.double(), weights @ v.double().abs()
     error = (y - expected).abs()
     assert (error <= torch.finfo(dtype).eps / 2 * (magnitudes + expected.abs()) + 1e-5).all(), (batch, m, d, n)
+
+
+def grouped_attention() -> None:
+    """Queries of several heads share their keys, which lie as (B, N, KV heads, D); each batch has a mask."""
+    q, k, v = (torch.randn(3, *size).bfloat16() for size in ((6, 2, 64), (2, 90, 64), (2, 90, 64)))
+    k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    keep = torch.rand(3, 180)[:, ::2] < 0.5
+    keep[1] = False
+    for programs in (1, 512):
+        with mock.patch.object(decode_attention, "_PROGRAMS", programs):
+            y = decode_attention.attention(q, k, v, keep, 0.1, zeros=True, assembly=False).double()
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            *(x.double() for x in (q, k, v)), keep[:, None, None], scale=0.1, enable_gqa=True
+        )
+        assert ((y - expected).abs() <= 2.0**-7 * expected.abs() + 2.0**-8).all() and (y[1] == 0).all()
 
 
 if __name__ == "__main__":
@@ -127,4 +143,7 @@ if __name__ == "__main__":
         attention(3, 1, 64, 130, False, torch.float16)
     nothing = torch.zeros(70, dtype=torch.bool)
     q, k = torch.randn(1, 8, 128).half(), torch.randn(1, 70, 128).half()
-    assert decode_attention.attention(q, k.transpose(1, 2), k, nothing, 1.0, assembly=False).isnan().all()
+    hidden = [x[:, None] for x in (q, k, k)] + [nothing[None], 1.0]
+    assert decode_attention.attention(*hidden, assembly=False).isnan().all()
+    assert (decode_attention.attention(*hidden, zeros=True, assembly=False) == 0).all()
+    grouped_attention()

@@ -144,8 +144,8 @@ def expansions(m, e, n, k):
 
 def attention(m, e, n, k):
     """Attends with as many batches times heads as experts times m, and a cache of n keys."""
-    batch, keys = e * m, empty(e * m, n, 128, dtype=BF16)
-    decode_attention.attention(empty(batch, 8, 128, dtype=BF16), keys.transpose(1, 2), keys, None, 1.0)
+    keys = empty(e, m, n, 128, dtype=BF16)
+    decode_attention.attention(empty(e, 8 * m, 1, 128, dtype=BF16), keys, keys, None, 1.0)
 
 
 def updates(m, e, n, k):

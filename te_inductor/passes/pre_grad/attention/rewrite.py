@@ -47,6 +47,8 @@ def rewrite_attention(plan: Plan) -> None:
             _call_kept(site, masks)
         elif site.kernel == "fixed":
             _call_in_fixed_order(site)
+        elif site.kernel == "few":
+            _call_of_few(site)
     if any(site.is_changed for site in plan.attention):
         for module in plan.graph_modules():
             module.recompile()
@@ -95,6 +97,15 @@ def _call_in_fixed_order(site: Attention) -> None:
     operands: Any = (call.q, call.k, call.v, call.given, call.causal, call.known_scale)
     with node.graph.inserting_before(node):
         _take(site, node.graph.call_function(ops.fixed_attention, operands))
+
+
+def _call_of_few(site: Attention) -> None:
+    """Attention of few queries, whose mask is of the keys alone."""
+    call, node = site.call, site.call.node
+    with node.graph.inserting_before(node):
+        keep = None if call.given is None else method(call.given, "flatten", 0, -2)
+        operands: Any = (call.q, call.k, call.v, keep, call.known_scale, True)
+        _take(site, node.graph.call_function(ops.decode_attention, operands))
 
 
 @dataclass

@@ -25,6 +25,7 @@ class AttentionCall:
     softcap: float | None = None  # of scores, in attention by hand
     sinks: fx.Node | None = None  # that broadcasts to (B, H, L, 1): one more score of each head, without a value
     added: Added = field(default_factory=Added)  # what is added to the scores: a bias
+    of_torch: bool = False  # whether it is a call of torch's function, with tensors of four dimensions
     grouped: bool = False  # whether k and v have fewer heads than q, each for a group of its heads
 
     @property
@@ -58,7 +59,9 @@ class Attention:
     ends_early: bool = False
     keeps_strides: bool = False  # whether something counts on the strides that its output was traced with
     is_written: bool = False  # whether the graph writes its output in place
-    kernel: str = "as_written"  # "as_written", "plain", "causal", "flex", "either", "kept" or "fixed": see `KERNELS`
+    kernel: str = (
+        "as_written"  # "as_written", "plain", "causal", "flex", "either", "kept", "fixed" or "few": see `KERNELS`
+    )
     views: list[fx.Node] = field(default_factory=list)  # of its operands, put into the graph to be read
     refusal: Refusal | None = None  # why the mask stays a tensor
 
@@ -80,5 +83,6 @@ KERNELS = {
     "flex": "flex_attention",
     "kept": "flash_attention to the keys that a padding keeps",
     "fixed": "sums in one order",
+    "few": "few queries, which read the keys of their heads once",
     "either": "sdpa where the mask hides nothing, else flex_attention",
 }

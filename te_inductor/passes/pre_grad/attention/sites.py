@@ -29,6 +29,7 @@ from te_inductor.passes.pre_grad.attention.symbols import Symbols
 from te_inductor.passes.pre_grad.attention.trees import Writer
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.presentation.report import AttentionSite
+from te_inductor.runtime.eager.decode_attention import QUERIES, WIDTHS
 
 # From how many queries on FlexAttention is taken for a mask that torch's kernels take as a tensor, and from how many on
 # one call may wait for the device to learn that a mask hides nothing.
@@ -89,6 +90,7 @@ def _of_call(node: fx.Node, reader: Reader) -> Attention:
     site.refusal = shape_refusal(site, call)
     if site.refusal is not None:
         return site
+    read.of_torch = True
     # A head that is broadcast is that of one group.
     site.call.grouped = call.get("enable_gqa") is True or all(
         statically_known_true(value(one).shape[1] == 1) for one in (k, v)
@@ -189,7 +191,10 @@ def _decide(site: Attention, inputs: Inputs, plan: Plan) -> None:
     """Decides which kernel computes it."""
     if plan.options.attention == "as_written":
         site.refusal = Refusal("option 'attention' is 'as_written'")
-    if site.refusal is not None:
+    elif _has_few_queries(site, plan):
+        site.kernel, site.refusal, site.call.grouped = "few", None, True
+        site.call.k, site.call.v = _unrepeated(site, plan) or (site.call.k, site.call.v)
+    if site.refusal is not None or site.is_changed:
         return
     mask = site.proof.mask
     assert mask is not None
@@ -217,6 +222,41 @@ def _decide(site: Attention, inputs: Inputs, plan: Plan) -> None:
         (site.call.k, site.call.v), site.call.grouped = sources, True
         if not site.is_changed:
             site.kernel = "causal" if mask.is_causal else "plain"
+
+
+def _has_few_queries(site: Attention, plan: Plan) -> bool:
+    """Whether it is a step of generation: few queries a KV head, of which no gradient is wanted, and a mask of keys alone.
+    The kernel takes the mask as a tensor."""
+    call = site.call
+    if not call.of_torch or call.causal or call.dropout != 0.0 or site.chosen or not _is_on_a_gpu(site):
+        return False
+    q, k, v = map(value, (call.q, call.k, call.v))
+    if any(one.requires_grad for one in (q, k, v)) or torch.compiler.is_exporting():
+        return False
+    heads, queries, width = sizes = q.shape[1:]
+    sources = _sources_of_repeated(site, plan)
+    kv_heads = value(sources[0] if sources else call.k).shape[1]
+    if not all(isinstance(size, int) for size in (*sizes, kv_heads)) or width not in WIDTHS or heads % kv_heads:
+        return False
+    alike = [(one.shape[at], other.shape[at]) for one, other, at in ((k, q, 0), (v, q, 0), (v, k, 1), (v, k, 2))]
+    if not all(statically_known_true(a == b) for a, b in (*alike, (k.shape[3], width), (v.shape[3], width))):
+        return False
+    return heads // kv_heads * queries <= QUERIES and _is_of_keys(call) and targets.of(q.device).decode_attention
+
+
+def _is_of_keys(call: AttentionCall) -> bool:
+    """Whether its mask says of each key, the same for all queries and heads, whether it counts."""
+    if call.given is None:
+        return True
+    mask, q, k = value(call.given), value(call.q), value(call.k)
+    if mask.dtype is not torch.bool or mask.dim() < 2:
+        return False
+    *batches, keys = mask.shape
+    first, between = (batches[0], batches[1:]) if len(batches) == 3 else (1, batches)
+    of_batch = statically_known_true(first == 1) or statically_known_true(first == q.shape[0])
+    return of_batch and all(
+        statically_known_true(a == b) for a, b in ((keys, k.shape[2]), *((one, 1) for one in between))
+    )
 
 
 def _value_refusal(site: Attention) -> Refusal | None:
@@ -337,19 +377,23 @@ def _unrepeated(site: Attention, plan: Plan) -> tuple[fx.Node, fx.Node] | None:
     takes = _is_on_a_gpu(site) and isinstance(width, int) and width <= _WIDTHS[1] and site.call.dropout == 0.0
     if not takes or site.chosen or (not site.is_changed and (site.call.given is not None or site.by_hand)):
         return None
-    sources = _source_of_repeated(site.call.k, plan), _source_of_repeated(site.call.v, plan)
+    return _sources_of_repeated(site, plan)
+
+
+def _sources_of_repeated(site: Attention, plan: Plan) -> tuple[fx.Node, fx.Node] | None:
+    sources = [_source_of_repeated(one, site.call.node, plan) for one in (site.call.k, site.call.v)]
     if sources[0] is None or sources[1] is None:
         return None
     heads = [value(one).shape[1] for one in sources]  # type: ignore[arg-type]
-    return sources if statically_known_true(heads[0] == heads[1]) else None  # type: ignore[return-value]
+    return tuple(sources) if statically_known_true(heads[0] == heads[1]) else None  # type: ignore[return-value]
 
 
-def _source_of_repeated(node: fx.Node, plan: Plan) -> fx.Node | None:
-    """The tensor (B, KV heads, S, D) of which ``x[:, :, None].expand(…).reshape(…)`` repeats each head, or
-    `repeat_interleave` does."""
+def _source_of_repeated(node: fx.Node, until: fx.Node, plan: Plan) -> fx.Node | None:
+    """The tensor (B, KV heads, S, D), still the same at `until`, each head of which is repeated by
+    ``x[:, :, None].expand(…).reshape(…)`` or `repeat_interleave`."""
     if name(node) == "repeat_interleave" and node.kwargs.get("dim", (*node.args, None, None)[2]) == 1:
         source: Any = node.args[0]
-        return source if isinstance(node.args[1], int) and _same_place(source, node, plan) else None
+        return source if isinstance(node.args[1], int) and _same_place(source, node, until, plan) else None
     if name(node) not in ("reshape", "view", "flatten") or not node.args:
         return None
     wide = node.args[0]
@@ -366,7 +410,7 @@ def _source_of_repeated(node: fx.Node, plan: Plan) -> fx.Node | None:
     expected = (b, heads * repeated[2], s, width)
     known = [statically_known_true(one == other) for one, other in zip(value(node).shape, expected, strict=True)]
     kept = [statically_known_true(repeated[at] == size) for at, size in ((0, b), (1, heads), (3, s), (4, width))]
-    return source if all(known + kept) and _same_place(source, node, plan) else None
+    return source if all(known + kept) and _same_place(source, node, until, plan) else None
 
 
 def _adds_third(split: fx.Node) -> bool:
@@ -378,10 +422,13 @@ def _adds_third(split: fx.Node) -> bool:
     return isinstance(index, tuple) and index[:3] == (whole, whole, None) and all(one == whole for one in index[3:])
 
 
-def _same_place(source: Any, node: fx.Node, plan: Plan) -> bool:
-    if not is_tensor(source) or source.graph is not node.graph or plan.writes.anywhere(source):
+def _same_place(source: Any, node: fx.Node, until: fx.Node, plan: Plan) -> bool:
+    if not is_tensor(source) or source.graph is not node.graph:
         return False
-    return value(source).requires_grad is value(node).requires_grad
+    learns = value(source).requires_grad
+    if plan.writes.anywhere(source) if learns else plan.writes.between([source], node, until):
+        return False
+    return learns is value(node).requires_grad
 
 
 def _name(site: Attention) -> str:
