@@ -17,7 +17,7 @@ sdpa = F.scaled_dot_product_attention
 
 
 def repeated(x, groups=H // KV):
-    """As transformers' `repeat_kv` does it."""
+    """Repeats heads as transformers does it."""
     b, heads, length, width = x.shape
     return x[:, :, None, :, :].expand(b, heads, groups, length, width).reshape(b, heads * groups, length, width)
 
