@@ -50,6 +50,7 @@ def step_of(guard: str, shape: Shape, args: argparse.Namespace) -> tuple[Any, Ca
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
+        x.grad = None  # of the last step's CUDA graph
         compiled(x).backward(grad)
 
     return compiled, step
