@@ -164,6 +164,16 @@ def process_group(name: str) -> dist.ProcessGroup:
         raise StateError(gone(name)) from error
 
 
+def left_alone(name: str, error: Exception) -> str:
+    others = [rank for rank in dist.get_process_group_ranks(process_group(name)) if rank != dist.get_rank()]
+    return (
+        f"rank {dist.get_rank()} could not reduce amaxes of delayed scaling over process group {name!r}, expected"
+        f" {'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))} to run the same step; have all ranks"
+        " run equally many steps, put forwards that others do not run under torch.no_grad(), or pass"
+        f" options={{'amax_group': 'none'}} (torch said {str(error)!r})"
+    )
+
+
 def gone(name: str) -> str:
     rank = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process, which has no process group any more,"
     return (

@@ -3,10 +3,13 @@ Ranks see data of different magnitude."""
 
 import contextlib
 import itertools
+import time
 import warnings
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,7 +26,7 @@ from te_inductor.errors import StateError
 from te_inductor.passes.graph import interpreted
 from te_inductor.passes.pre_grad.decide import size_rule
 from te_inductor.recipes import DelayedScaling
-from tests.ranks import Rank
+from tests.ranks import Rank, how
 
 
 class Model(nn.Module):  # under DDP Dynamo compiles the frames of user code alone
@@ -186,6 +189,23 @@ def microbatches(rank: Rank, kind: str) -> Any:
     state = te_inductor.state_dict(model)
     found = [state[f"layer.{slot}.amax_history"].tolist() for slot in ("input", "grad_output")]
     return found, counters["stats"]["unique_graphs"]
+
+
+@how(patience=10, loses_group=True)
+def left_alone(rank: Rank) -> Any:
+    """What the first rank is told, which has a forward more than the second one."""
+    model = Model(1)
+    run = torch.compile(DistributedDataParallel(model), backend="te", options={"recipe": DelayedScaling()})
+    for _ in range(2):  # DistributedDataParallel's forward waits for the other rank in the second step, too
+        run(torch.ones(8, 32)).sum().backward()
+    told = Path(rank.folder, "told")
+    if rank.rank == 0:
+        with pytest.raises(StateError) as error:
+            run(torch.ones(8, 32))
+        told.touch()
+        return str(error.value)
+    while not told.exists():
+        time.sleep(0.1)
 
 
 class Block(nn.Module):

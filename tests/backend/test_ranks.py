@@ -137,6 +137,14 @@ def test_generated_code_of_microbatches_reduces_the_amaxes_of_a_step(compiled):
     assert compiled["compiled microbatches ddp"] == [list(MICROBATCHES)] * 2
 
 
+@pytest.mark.thorough
+def test_a_rank_that_waits_for_the_others_amaxes_in_vain_says_for_which():
+    waits, _ = ranks(MODULE, WORLD, "left_alone", timeout=100)["left_alone"]
+    assert waits.startswith(
+        "rank 0 could not reduce amaxes of delayed scaling over process group '0', expected rank 1 to"
+    )
+
+
 def test_layers_that_ranks_left_in_high_precision_stay_so_for_any_number_of_rows(told):
     first, second = told["other_rows more"]
     assert first == second and list(first) == ["other.input.amax_history"]

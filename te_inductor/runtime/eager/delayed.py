@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from te_inductor.distributed import agreement
-from te_inductor.distributed.amax_groups import process_group
-from te_inductor.errors import RecipeError, wrong_type
+from te_inductor.distributed.amax_groups import left_alone, process_group
+from te_inductor.errors import RecipeError, StateError, wrong_type
 from te_inductor.recipes.delayed import DelayedScaling, ScaleUpdate
 from te_inductor.runtime.eager import Written
 
@@ -116,8 +116,17 @@ def reduces(update: ScaleUpdate) -> bool:
 
 
 def reduce(amax: Tensor, update: ScaleUpdate) -> None:
+    """Takes the largest amaxes of all ranks.
+
+    Raises:
+        StateError: the others did not come before the process group's timeout, where the host waits for it.
+    """
     for name in update.groups:
-        torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, process_group(name))
+        group = process_group(name)
+        try:
+            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group)
+        except RuntimeError as error:
+            raise StateError(left_alone(name, error)) from error
 
 
 def scale_of(
