@@ -34,7 +34,6 @@ class _DelayedStep(torch.autograd.Function):
 
 def _delayed_step(
     leaf: Tensor,
-    amaxes: list[Tensor],
     scales: list[Tensor],
     histories: list[Tensor],
     update: ScaleUpdate,
@@ -44,7 +43,7 @@ def _delayed_step(
     """A token for the sites whose gradients' state this is; `leaf` is any input of the graph that requires a gradient,
     and gets none from here. The others are those of `update_scales`."""
     leaf = compat.local_of(leaf)
-    update_of_backward = (amaxes, scales, histories, update, None, misfits, own)
+    update_of_backward = (scales, histories, update, None, misfits, own)
     return _DelayedStep.apply(leaf, update_of_backward)  # type: ignore[no-any-return]
 
 

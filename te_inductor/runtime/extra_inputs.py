@@ -17,11 +17,11 @@ from torch import Tensor
 class GraphCall:
     """One call of a compiled graph, as the kinds of extra inputs see it, the last of them first."""
 
-    __slots__ = ("behind", "inputs", "is_first_step", "state")
+    __slots__ = ("behind", "inputs", "is_first_step", "states")
 
     def __init__(self, inputs: Sequence[Any]) -> None:
         self.inputs = inputs  # that Dynamo knows of
-        self.state: Sequence[Tensor] = ()  # of delayed scaling's quantizers
+        self.states: Sequence[Any] = ()  # of delayed scaling's quantizers
         self.is_first_step = False  # whether some of them have no history
         self.behind: list[Callable[[Any], None]] = []  # run with the graph's outputs
 

@@ -137,13 +137,13 @@ def test_amaxes_of_several_groups_are_reduced_by_generated_code():
     """One reduction has one order on all ranks: Note [Ranks that interpret]."""
 
     def steps(*groups):
-        def program(amax, scale, history):
+        def program(scale, history):
             for names in groups:
                 update = ScaleUpdate(DelayedScaling(), "e4m3", names)
-                ops.update_scales([amax], [scale], [history], update)
+                ops.update_scales([scale], [history], update)
             return scale + 1
 
-        return make_fx(program, tracing_mode="fake")(torch.ones(()), torch.ones(()), torch.ones(1024))
+        return make_fx(program, tracing_mode="fake")(torch.ones(()), torch.ones(1024))
 
     assert [
         interpreted.means_the_same(steps(*groups)) for groups in ([()] * 2, [(), ("0", "1")], [("0",), ("1",)])

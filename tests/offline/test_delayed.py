@@ -79,6 +79,16 @@ def test_scales_are_read_and_updated_once_a_graph(training: Generated) -> None:
         assert update > max(i for i, line in enumerate(lines) if ".run(" in line and "quantize" in line)
 
 
+def test_state_is_two_inputs_a_quantizer(training: Generated) -> None:
+    """Each input takes the host time, as does each check of what this package's own kernel returns."""
+    forward = training.sources[0]
+    assert not re.search(r"assert_\w+\(.*read_scales", forward)
+    [scales] = re.findall(r"read_scales\.default\(\[([^]]*)\]", forward)
+    made = re.findall(r"^ *primals_\d+ = rand_strided\((\(\)|\(1024, \)), .*float32\)$", forward, re.MULTILINE)
+    number = len(scales.split(", "))
+    assert sorted(made) == ["()"] * number + ["(1024, )"] * number
+
+
 def test_every_kernel_compiles(training: Generated, arch: int, tmp_path: Path) -> None:
     for kernel in training.kernels:
         compiled = compile_to_cubin(kernel, arch, tmp_path)

@@ -150,7 +150,7 @@ def attention(m, e, n, k):
 
 def updates(m, e, n, k):
     update = ScaleUpdate(DelayedScaling(), "e4m3")
-    scale_updates.launch(empty(), empty(3 * e, dtype=torch.int64), update)
+    scale_updates.launch(empty(), empty(2 * e, dtype=torch.int64), update)
 
 
 def losses(m, e, n, k):

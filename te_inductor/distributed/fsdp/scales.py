@@ -97,10 +97,9 @@ class EarlierScales(ScalesOf):
         super().__init__(shards, recipe)
         number, device = len(shards), shards[0].device
         made: dict[str, Any] = {"dtype": torch.float32, "device": device}
-        self.amaxes = torch.zeros(number, **made)
         self.state_scales = torch.ones(number, **made)
         self.histories = torch.zeros(number, recipe.amax_history_len, **made)
-        rows = zip(self.amaxes.unbind(), self.state_scales.unbind(), self.histories.unbind(), strict=True)
+        rows = zip(self.state_scales.unbind(), self.histories.unbind(), strict=True)
         self.states = [QuantizerState(*tensors) for tensors in rows]
         for shard, state in zip(shards, self.states, strict=True):
             keep_with_shard(shard.sharded, Key(weight_site(""), recipe), state)
@@ -112,11 +111,11 @@ class EarlierScales(ScalesOf):
     def measure(self, records: bool) -> Tensor:
         loads = [state.loads for state in self.states]
         self.verifies, self.loads = loads != self.loads, loads
-        if self.verifies and bool((self.amaxes > 0).any()):  # saved between a step and its end
+        if self.verifies and bool((self.histories[:, 0] > 0).any()):  # saved between a step and its end
             self.recorded = True
         if self.recorded:  # the step before this one ends where the next one begins
             update, states = ScaleUpdate(self.recipe, self.quantizer.element), self.states
-            ops.update_scales([s.amax for s in states], [s.scale for s in states], [s.history for s in states], update)
+            ops.update_scales([s.scale for s in states], [s.history for s in states], update)
         self.records, self.recorded = records, False
         if any(state.is_due for state in self.states):
             note_history([state for state in self.states if not state.has_history])

@@ -25,10 +25,12 @@ MODE = "atomic_max"  # of a store: raise the int32 at the address to the largest
 
 
 def raise_to_amax(amax: ir.TensorBox, bits: ir.TensorBox) -> None:
-    """Raises in place: `amax` (), fp32, becomes at least the number with the largest of the bit patterns."""
+    """Raises in place: `amax`, fp32, () or the first number of a history, becomes at least the number with the largest of
+    the bit patterns."""
     amax.realize()
+    place = [0] * len(amax.get_size())
     layout = ir.MutationLayoutSHOULDREMOVE(amax)
-    scattered(layout, torch.int32, bits.get_size(), bits.make_loader(), lambda index: [], MODE)
+    scattered(layout, torch.int32, bits.get_size(), bits.make_loader(), lambda index: place, MODE)
 
 
 class AmaxKernel(TritonKernel):

@@ -34,7 +34,7 @@ def trace_layers(
     rows: Tensor | None = None,  # (M,) int64, the rows of x that are multiplied
     places: Tensor | None = None,  # (T, M / T) int64, where among `rows` each row of x stands
     known: Sequence[Tensor] | None = None,  # of the scale source: scale, scale_inv of its slots, all ()
-    grad_amax: Tensor | None = None,  # (), where the backward records the gradients' amax
+    grad_amax: Tensor | None = None,  # in which the backward records the gradients' amax
     of_input: Sequence[Tensor] | None = None,  # what the operands want besides, as their classes say
     of_weight: Sequence[Tensor] | None = None,
     of_output: Sequence[Tensor] | None = None,

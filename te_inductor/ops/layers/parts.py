@@ -61,7 +61,7 @@ class StepTensors:
     changed: it is of this step alone, or mutable."""
 
     pairs: Sequence[Tensor] = ()  # scale and scale_inv, both (), of each operand that has one
-    grad_amax: Tensor | None = None  # (), where the backward records the gradients' amax
+    grad_amax: Tensor | None = None  # in which the backward records the gradients' amax
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
 """Delayed scaling on real tensors: the scale of a tensor follows from the amaxes of earlier steps.
 
 State of one quantizer, all fp32 (`runtime/state/store.py` keeps it): `scale` (), the factor before the cast; `history` (H,),
-the amaxes of the last H - 1 steps, newest last, behind slot 0, which is zero between steps; `amax` (), the largest
-magnitude recorded since the last update. TransformerEngine keeps `amax` in slot 0; apart, a kernel can reach it without
-the rest.
+the amaxes of the last H - 1 steps, newest last, behind slot 0, the largest magnitude recorded since the last update, which
+is zero between steps. A kernel reaches slot 0 by the tensor's address.
 
 Source: TransformerEngine, pytorch/quantization.py, common/recipe/delayed_scaling.cu; docs/numerics.md states it.
 """
@@ -34,15 +33,18 @@ def read_scales(scales: list[Tensor]) -> list[Tensor]:
     return [*torch._foreach_mul(scales, 1.0), *torch._foreach_reciprocal(scales)]
 
 
-def record_amax(pieces: list[Tensor], amax: Written) -> None:
+def record_amax(
+    pieces: list[Tensor],
+    amax: Written,  # (), or a history, which begins with it
+) -> None:
     """Raise `amax` to the largest magnitude of all pieces; NaN if one of them has one."""
+    first = _without_version(amax).view(-1)[0]
     for x in pieces:
         if x.numel():
-            _without_version(amax).copy_(torch.maximum(amax, x.abs().amax().float()))
+            first.copy_(torch.maximum(first, x.detach().abs().amax().float()))
 
 
 def update_scales(
-    amaxes: list[Written],
     scales: list[Written],
     histories: list[Written],
     update: ScaleUpdate,
@@ -58,8 +60,8 @@ def update_scales(
     """
     if update.waits:
         return
-    amax, old, history = torch.stack(amaxes), torch.stack(scales), torch.stack(histories)
-    recipe = update.recipe
+    old, history = torch.stack(scales), torch.stack(histories)
+    amax, recipe = history[:, 0], update.recipe
     nonfinite = ~(amax < torch.inf)
     amax = torch.where((amax > 0) & (amax < torch.inf), amax, 0.0)  # first, so that no rank's NaN hides another's amax
     if reduces(update):
@@ -82,7 +84,6 @@ def update_scales(
         list(map(_without_version, histories)), list(torch.where(seen.unsqueeze(1), rolled, rest).unbind())
     )
     torch._foreach_copy_(list(map(_without_version, scales)), list(scale.unbind()))
-    torch._foreach_zero_(list(map(_without_version, amaxes)))
 
 
 def _count_misfits(

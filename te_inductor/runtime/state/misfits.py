@@ -219,7 +219,7 @@ _watches: TensorTable[dict[str, Watch]] = TensorTable()  # by a parameter, then 
 def watch_of(parameter: Tensor, updates: Sequence[Sequence[str]], states: Sequence[Sequence[QuantizerState]]) -> Watch:
     """The watch of all graphs whose steps end with these updates, of the quantizers that are named, one of which has
     this parameter. Each update's counts are where its states are."""
-    known, name, like = _watches.setdefault(parameter, {}), repr(updates), [update[0].amax for update in states]
+    known, name, like = _watches.setdefault(parameter, {}), repr(updates), [update[0].scale for update in states]
     watch = known.get(name)
     if watch is None or any(one.device != beside.device for one, beside in zip(watch.counts, like, strict=True)):
         with torch.inference_mode(False), torch.no_grad():

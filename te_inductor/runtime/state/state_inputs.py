@@ -115,7 +115,7 @@ def _computed_again() -> Any:
 
 @dataclass
 class StateInputs(ExtraInputs):
-    """All quantizers of a graph, in the order of its state inputs: of each `amax`, `scale` and `history`."""
+    """All quantizers of a graph, in the order of its state inputs: of each `scale` and `history`."""
 
     prefix: ClassVar[str] = "te_state_"
     fallback: str  # options["fallback"]
@@ -135,7 +135,7 @@ class StateInputs(ExtraInputs):
     _interprets: bool = True  # whether all ranks with which it exchanges tensors do
 
     def tensors(self, call: GraphCall) -> list[Tensor]:
-        """Each quantizer's three; notes on the call whether some have no history."""
+        """Each quantizer's two; notes on the call whether some have no history."""
         inputs = call.inputs
         again = _computed_again()
         if again is not None:
@@ -158,7 +158,7 @@ class StateInputs(ExtraInputs):
                 found.checkpoints.add(checkpoint)
             if found.is_first:
                 self._note_no_history(found)
-        call.state, call.is_first_step = found.tensors, is_first
+        call.states, call.is_first_step = found.states, is_first
         return found.tensors
 
     def withdraw(self) -> None:
@@ -173,7 +173,7 @@ class StateInputs(ExtraInputs):
         if found is None or found.moves != moves():
             take_from_shards()
             states = self._states(inputs)  # which may move some
-            tensors = [tensor for one in states for tensor in one.tensors().values()]
+            tensors = [tensor for one in states for tensor in one.tensors()]
             is_first = not states[0].is_fake
             if is_first:
                 note_history([state for state in states if not state.has_history])
@@ -217,8 +217,8 @@ class StateInputs(ExtraInputs):
         """What counts the misfits of each update."""
         updated = [[states[q.place] for q in update] for update in self.updated]
         if not updated or updated[0][0].is_fake:
-            pairs = zip(updated, self.examples[3 * len(self.quantizers) :], strict=True)
-            return Watch([update[0].amax.new_empty(one.shape, dtype=one.dtype) for update, one in pairs])
+            pairs = zip(updated, self.examples[2 * len(self.quantizers) :], strict=True)
+            return Watch([update[0].scale.new_empty(one.shape, dtype=one.dtype) for update, one in pairs])
         names = [[repr(q.readers[0].key.site) for q in update] for update in self.updated]
         watch = watch_of(self._parameter(self.updated[0][0].readers[0], inputs), names, updated)
         watch.heals = watch.heals or self.heals
@@ -366,12 +366,6 @@ class StateInputs(ExtraInputs):
                 holds = is_counted if together else lambda _: self.first_calls < FEW_CALLS
                 compat.guard_on_tensor(node, holds, "te_inductor_has_few_first_steps")
         return first if together else counted
-
-    @staticmethod
-    def scaling(quantizer: StateInput, tensors: Sequence[Tensor]) -> QuantizerState:
-        """One quantizer's part of what `of` found."""
-        amax, scale, history = tensors[3 * quantizer.place : 3 * quantizer.place + 3]
-        return QuantizerState(amax, scale, history)
 
     def _parameter(self, reader: StateReader, inputs: Sequence[Any]) -> Tensor:
         place = reader.parameter

@@ -33,7 +33,6 @@ class Key:
 class QuantizerState:
     """The state of one quantizer; `runtime/eager/delayed.py` says what each tensor means. All fp32."""
 
-    amax: Tensor  # ()
     scale: Tensor  # ()
     history: Tensor  # (amax_history_len,)
     # What the host knows; `note_history` asks the device.
@@ -44,8 +43,11 @@ class QuantizerState:
     earlier: tuple[int, int] = (0, 0)  # what a guard had done when it was saved: `misfits.acts_of`
     moved: bool = False  # whether a guard has moved the layers: `recipe_behind`
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"amax": self.amax, "scale": self.scale, "history": self.history}
+    def __post_init__(self) -> None:
+        self.amax = self.history[0]  # a view, which no call has to make
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.scale, self.history
 
     @property
     def lacks_history(self) -> bool:
@@ -62,10 +64,8 @@ class QuantizerState:
         return isinstance(self.scale, FakeTensor)
 
     def save(self) -> dict[str, Tensor]:
-        """Copies, the history as TransformerEngine has it: the amax recorded since the last update in slot 0."""
-        history = self.history.detach().clone()
-        history[0] = self.amax
-        saved = {"scale": self.scale.detach().clone(), "amax_history": history}
+        """Copies, as TransformerEngine has them."""
+        saved = {"scale": self.scale.detach().clone(), "amax_history": self.history.detach().clone()}
         if any(self.earlier) or self.moved:
             saved["guard"] = torch.tensor([*self.earlier, self.moved], dtype=torch.float32, device="cpu")
         return saved
@@ -85,15 +85,13 @@ class QuantizerState:
             self.scale.copy_(saved["scale"])
         if "amax_history" in saved:
             history = saved["amax_history"].to(self.history.device)
-            self.amax.copy_(history[0])
             # An inf or NaN that another library let in would freeze the scale for as long as it stays.
             self.history.copy_(torch.where(torch.isfinite(history), history, 0.0))
-            self.history[0] = 0.0
+            self.history[0] = history[0]
 
     def copy(self) -> "QuantizerState":
         with torch.inference_mode(False), torch.no_grad():
-            amax, scale, history = (tensor.clone() for tensor in (self.amax, self.scale, self.history))
-        return QuantizerState(amax, scale, history, self.has_history, moved=self.moved)
+            return QuantizerState(self.scale.clone(), self.history.clone(), self.has_history, moved=self.moved)
 
     def join(self, saved: Mapping[str, Tensor]) -> None:
         """Makes it as if this quantizer had also seen what another one saw, whose state this is."""
@@ -116,8 +114,9 @@ def note_history(states: Sequence[QuantizerState]) -> None:
     """Ask the devices which of these have a scale that some amax, or somebody's state, has given them. One copy to the
     host for each device, which waits for it."""
     for group in grouped(states, lambda state: state.scale.device).values():
-        scales, histories = torch.stack([s.scale for s in group]), torch.stack([s.history.amax() for s in group])
-        for state, found in zip(group, ((scales != 1) | (histories > 0)).tolist(), strict=True):
+        scales = torch.stack([state.scale for state in group])
+        earlier = torch.stack([(state.history[1:] > 0).any() for state in group])
+        for state, found in zip(group, ((scales != 1) | earlier).tolist(), strict=True):
             state.asked, state.has_history = state.recordings, found
 
 
@@ -237,7 +236,6 @@ def _empty(parameter: Tensor, recipe: DelayedScaling) -> QuantizerState:
     with torch.inference_mode(False), torch.no_grad():
         plain = compat.local_of(parameter.detach())
         return QuantizerState(
-            amax=plain.new_zeros((), dtype=torch.float32),
             scale=plain.new_ones((), dtype=torch.float32),
             history=plain.new_zeros(recipe.amax_history_len, dtype=torch.float32),
         )

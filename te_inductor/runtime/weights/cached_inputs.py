@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from te_inductor.diagnostics import say
 from te_inductor.runtime.extra_inputs import ExtraInputs, GraphCall
-from te_inductor.runtime.state.state_inputs import StateInput, StateInputs
+from te_inductor.runtime.state.state_inputs import StateInput
 from te_inductor.runtime.weights import cached_weights
 from te_inductor.runtime.weights.cached_weights import CachedWeight, FreshnessCheck, Spec, cached_of
 from te_inductor.tensor_tables import TensorGroups
@@ -107,7 +107,7 @@ class CachedInputs(ExtraInputs):
                 return found.tensors
             looks: dict[CachedWeight, FreshnessCheck] = {}
             for weight, cached, mine in zip(self.weights, found.cached, parameters, strict=True):
-                scaling = StateInputs.scaling(weight.state, call.state) if weight.state else None
+                scaling = call.states[weight.state.place] if weight.state else None
                 scale, amax = (scaling.scale, scaling.amax if weight.records else None) if scaling else (None, None)
                 if amax is not None or cached not in looks:  # of a parameter that several sites read there is one look
                     looks[cached] = FreshnessCheck(cached, mine, scale, amax)

@@ -1,9 +1,9 @@
 """The end of a step under delayed scaling on the GPU: one kernel for all quantizers that a graph updates, where torch's
 ops are some thirty launches (`runtime/eager/delayed.py`, whose arithmetic this is, bit for bit).
 
-Amaxes, scales and histories are separate tensors, found by a table of their addresses. It is in pinned memory, which the
-GPU reads by itself: no copy waits, and none is recorded in a CUDA graph. Tables are kept for good, by the addresses,
-since a recorded graph reads its table for as long as it is replayed; each is 24 bytes a quantizer."""
+Scales and histories are separate tensors, found by a table of their addresses. It is in pinned memory, which the GPU reads
+by itself: no copy waits, and none is recorded in a CUDA graph. Tables are kept for good, by the addresses, since a
+recorded graph reads its table for as long as it is replayed; each is 16 bytes a quantizer."""
 
 import functools
 
@@ -24,7 +24,6 @@ _tables: dict[tuple[int, ...], Tensor] = {}
 
 
 def update_scales(
-    amaxes: list[Tensor],  # n of ()
     scales: list[Tensor],  # n of ()
     histories: list[Tensor],  # n of (H,)
     update: ScaleUpdate,
@@ -33,11 +32,11 @@ def update_scales(
     own: bool = False,
 ) -> None:
     """Does what `runtime.eager.delayed.update_scales` does, which runs where a recipe brings functions of its own."""
-    table = _table((amaxes, scales, histories)) if _is_for(update.recipe) and not update.waits else None
+    table = _table((histories, scales)) if _is_for(update.recipe) and not update.waits else None
     if table is None:
-        delayed.update_scales(amaxes, scales, histories, update, read, misfits, own)
+        delayed.update_scales(scales, histories, update, read, misfits, own)
     else:
-        launch(amaxes[0], table, update, misfits, own)
+        launch(scales[0], table, update, misfits, own)
 
 
 def _is_for(recipe: DelayedScaling) -> bool:
@@ -57,18 +56,18 @@ def _table(state: tuple[list[Tensor], ...]) -> Tensor | None:
     return table
 
 
-def launch(amax: Tensor, table: Tensor, update: ScaleUpdate, misfits: Tensor | None = None, own: bool = False) -> None:
-    """Launches on the device of `amax`, one of the tensors."""
-    count, recipe, reduced = len(table) // 3, update.recipe, None
+def launch(scale: Tensor, table: Tensor, update: ScaleUpdate, misfits: Tensor | None = None, own: bool = False) -> None:
+    """Launches on the device of `scale`, one of the tensors."""
+    count, recipe, reduced = len(table) // 2, update.recipe, None
     if delayed.reduces(update):
-        reduced = amax.new_empty(count)
+        reduced = scale.new_empty(count)
         collect = launcher(collect_amaxes, BLOCK=triton.next_power_of_2(count), num_warps=1)
-        collect(1, table, reduced, count, on=amax.device)
+        collect(1, table, reduced, count, on=scale.device)
         delayed.reduce(reduced, update)
     most_recent = recipe.amax_compute_algo == "most_recent"
     updater = _updater(recipe.amax_history_len, most_recent, own, update.heals and misfits is not None)
     limits = update.largest, *update.suitable, update.outlying
-    updater(count, table, reduced, misfits, count, *limits, on=amax.device)
+    updater(count, table, reduced, misfits, count, *limits, on=scale.device)
 
 
 @functools.cache
@@ -149,7 +148,7 @@ def count_misfit(
 
 @triton.jit(do_not_specialize=["count", "largest", "least", "most", "outlying"])
 def update_each(
-    table,  # (3 * count,): addresses of amaxes, of scales, of histories
+    table,  # (2 * count,): addresses of histories, of scales
     reduced,  # (count,) amaxes of all ranks, or None
     misfits,  # (count, COUNTS) int32, or None
     count,
@@ -172,10 +171,9 @@ def update_each(
 ):
     """One quantizer a program."""
     which = tl.program_id(0)
-    amax_at = tl.load(table + which).to(tl.pointer_type(tl.float32))
+    history_at = tl.load(table + which).to(tl.pointer_type(tl.float32))
     scale_at = tl.load(table + count + which).to(tl.pointer_type(tl.float32))
-    history_at = tl.load(table + 2 * count + which).to(tl.pointer_type(tl.float32))
-    recorded = tl.load(amax_at)
+    recorded = tl.load(history_at)
     amax = observed(recorded) if reduced is None else tl.load(reduced + which)
     place = tl.arange(0, BLOCK)
     kept = tl.load(history_at + place, mask=(place > 0) & (place < LENGTH), other=0.0)
@@ -200,10 +198,10 @@ def update_each(
         following = tl.where(amax > 0, tl.maximum(amax * scale, TINY), 0.0)
         counts, limits = misfits + COUNTS * which, (least, most, outlying)
         count_misfit(counts, recorded, cast, following, jumps, kept_out, limits, OWN, HEALS, FAILURE, FAILING)
+    # Both have 0 in slot 0.
     rolled = tl.where((place > 0) & (place == LENGTH - 1), entering, moved)
     tl.store(history_at + place, tl.where(entering > 0, rolled, kept), mask=place < LENGTH)
     tl.store(scale_at, scale)
-    tl.store(amax_at, 0.0)
 
 
 implement_on_cuda(update_scales=update_scales)

@@ -6,8 +6,8 @@ What the rewritten graph does, in this order::
     known = read_scales(scales)             copies of all scales, for this forward and its backward
     step = delayed_step(leaf, …)            nothing now; in the backward, behind all sites: update_scales of the gradients
     linear(x, w, …, known, step, grad_amax) casts with the known scales; in the backward: record_amax(dy, grad_amax)
-    record_amax(x, amax)                    beside the cast, whose kernel it joins; not under no_grad
-    update_scales(amaxes, …, known)         of inputs and weights, at the end
+    record_amax(x, history)                 beside the cast, whose kernel it joins; not under no_grad
+    update_scales(scales, …, known)         of inputs and weights, at the end
 
 The copies matter: the backward, and a checkpoint that recomputes, read them after the update has changed the state.
 What the forward changes (state of inputs and weights) the backward leaves alone, and the other way round: AOTAutograd
@@ -64,7 +64,6 @@ from te_inductor.runtime.state.store import Key
 class _ScaleUpdates:
     """The quantizers whose scales one `update_scales` updates, as nodes of the root's graph."""
 
-    amaxes: list[fx.Node] = field(default_factory=list)
     scales: list[fx.Node] = field(default_factory=list)
     histories: list[fx.Node] = field(default_factory=list)
     states: list[StateInput] = field(default_factory=list)
@@ -73,8 +72,8 @@ class _ScaleUpdates:
     def sites(self) -> list[StateSite]:
         return [state.readers[0].key.site for state in self.states]
 
-    def operands(self) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
-        return self.amaxes, self.scales, self.histories
+    def operands(self) -> tuple[list[fx.Node], list[fx.Node]]:
+        return self.scales, self.histories
 
 
 @dataclass(eq=False)
@@ -83,7 +82,6 @@ class _Quantizer:
 
     state: StateInput
     place: int
-    amax: fx.Node
     scale: fx.Node
     history: fx.Node
     group: AmaxGroup | None  # that reduces its amax; None where nothing tells
@@ -196,7 +194,7 @@ class DelayedSites:
             self.inputs.exchanging += [of_grad.state.readers[0]] if exchanging else []
             known["grad_output"] = self._known(of_grad, graph)
             more["token"] = self.bodies.hand(self._step(of_grad.group or OWN), graph)
-            more["grad_amax"] = self.bodies.hand(of_grad.amax, graph)
+            more["grad_amax"] = self.bodies.hand(of_grad.history, graph)
             self._add(self.backward, of_grad)
         if training or match.node in self.in_grad_mode:  # a frozen layer that reads a frozen input needs its scales too
             self._record(of_x, [x], match)
@@ -244,8 +242,8 @@ class DelayedSites:
         if self.inputs.guard == "off":
             return None
         self.inputs.updated.append(updates.states)
-        amax: torch.Tensor = value(updates.amaxes[0])
-        return self._input(amax.new_empty((len(updates.states), COUNTS), dtype=torch.int32))
+        scale: torch.Tensor = value(updates.scales[0])
+        return self._input(scale.new_empty((len(updates.states), COUNTS), dtype=torch.int32))
 
     def _update(self, group: AmaxGroup, element: str) -> ScaleUpdate:
         heals = self.inputs.heals
@@ -289,11 +287,11 @@ class DelayedSites:
             self.inputs.quantizers.append(state)
             example = value(match.x)
             with compat.shard_of(example).fake_mode:  # type: ignore[attr-defined]
-                shapes = ((), (), (self.recipe.amax_history_len,))
+                shapes = ((), (self.recipe.amax_history_len,))
                 tensors = [torch.empty(shape, dtype=torch.float32, device=example.device) for shape in shapes]
-            amax, scale, history = (self._input(tensor) for tensor in tensors)
+            scale, history = (self._input(tensor) for tensor in tensors)
             group = self.groups.of(readers[0])
-            self.quantizers[readers[0]] = _Quantizer(state, len(self.quantizers), amax, scale, history, group)
+            self.quantizers[readers[0]] = _Quantizer(state, len(self.quantizers), scale, history, group)
         return self.quantizers[readers[0]]
 
     def _input(self, example: torch.Tensor) -> fx.Node:
@@ -311,8 +309,7 @@ class DelayedSites:
         """Adds a quantizer once: a module called twice has one."""
         quantizer.state.recorded = True
         step = groups.setdefault(quantizer.group or OWN, _ScaleUpdates())
-        if quantizer.amax not in step.amaxes:
-            step.amaxes.append(quantizer.amax)
+        if quantizer.scale not in step.scales:
             step.scales.append(quantizer.scale)
             step.histories.append(quantizer.history)
             step.states.append(quantizer.state)
@@ -327,11 +324,11 @@ class DelayedSites:
         if new:
             graph = new[0].graph
             if match.parallel is not None:
-                graph.call_function(ops.record_shard_amax, (new, self.bodies.hand(quantizer.amax, graph)))
+                graph.call_function(ops.record_shard_amax, (new, self.bodies.hand(quantizer.history, graph)))
                 return
             # It is flattened as by `ops.layers`, so that the amax and the cast are seen to read the same tensor.
             flat = [graph.call_function(torch.ops.aten.reshape.default, (piece, [-1, match.sizes[2]])) for piece in new]
-            graph.call_function(ops.record_amax, (flat, self.bodies.hand(quantizer.amax, graph)))
+            graph.call_function(ops.record_amax, (flat, self.bodies.hand(quantizer.history, graph)))
 
     def _is_new(self, quantizer: _Quantizer, tensor: fx.Node, site: fx.Node) -> bool:
         """Whether nothing records what a site reads of a tensor yet. The amax of what is written in between is another."""
@@ -345,7 +342,7 @@ class DelayedSites:
         gather, graph = match.gather, match.node.graph
         assert gather is not None  # it is gathered
         if self._is_new(quantizer, gather.shard, match.node):
-            args = (gather.shard, gather.dtype, self.bodies.hand(quantizer.amax, graph))
+            args = (gather.shard, gather.dtype, self.bodies.hand(quantizer.history, graph))
             graph.call_function(ops.record_weight_amax, args)
 
     def _leaf(self) -> fx.Node:
