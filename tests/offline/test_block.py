@@ -4,10 +4,14 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from te_inductor import ops
 from te_inductor.lowerings.codegen.block_tiles import TILE
 from te_inductor.lowerings.codegen.tiles import BLOCK_WARPS, COLUMNS_ALONE
+from te_inductor.recipes import Quantizer
 from tests.offline.harness import Generated, compile_to_cubin, generate
+from tests.support.interpreted import interpret
 
 
 @pytest.fixture
@@ -114,6 +118,20 @@ def test_a_symbolic_number_of_rows_is_held(tmp_path: Path) -> None:
     [kernel] = generate("rows_of_blocks_dynamic", 90).kernels
     assert kernel.tile is not None and kernel.tile["XBLOCK"] == 1 and kernel.body.count("tl.load(") == 1
     assert len(compile_to_cubin(kernel, 90, tmp_path).asm["cubin"]) > 0
+
+
+def test_a_cast_joins_a_sum_of_its_rows(tmp_path: Path) -> None:
+    """One kernel reads the tensor, once, and makes the bits that the op makes."""
+    generated = generate("rows_of_blocks_beside_a_sum", 90)
+    [kernel] = generated.kernels
+    assert kernel.body.count("tl.load(") == 1
+    x = torch.randn(128, 1280, dtype=torch.bfloat16)
+    x[0], x[1, 3], x[2, 200] = 0.0, torch.inf, torch.nan
+    [(_, data, scale_inv)] = interpret(generated.sources[0], [[x]], tmp_path)
+    expected, expected_inv = ops.quantize(x.abs(), Quantizer("e4m3", scope="1x128"))
+    assert torch.equal(expected.float().isnan().sum(1)[:4], torch.tensor([0, 1, 1, 0]))
+    assert torch.allclose(data.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(scale_inv, expected_inv)
 
 
 def test_no_scale_is_stored_behind_the_last_block(tmp_path: Path) -> None:

@@ -58,6 +58,14 @@ def test_gate_and_up_are_saved_by_the_kernel_that_reads_them(arch: int) -> None:
     assert len(readers) == 1 and "silu" in readers[0], readers
 
 
+def test_a_stream_is_saved_by_the_norm_that_reads_it(arch: int) -> None:
+    """The second norm's kernel writes its output's copy and codes of its input, of one read."""
+    forward, _ = generate("two_mlps_saved_low", arch).sources
+    sources = dict(re.findall(r"^def (triton_\w+)\((.*?)^''', device_str", forward, re.MULTILINE | re.DOTALL))
+    writes = sorted(body.count(".to(tl.float8e4nv)") for name, body in sources.items() if "rsqrt" in name)
+    assert writes == [1, 2], writes
+
+
 def test_operands_are_k_major(training: Generated) -> None:
     """cuBLASLt reads fp8 operands with the contraction dimension contiguous; any other layout is refused at run
     time."""

@@ -25,6 +25,7 @@ import torch
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings
 from torch._inductor.utils import sympy_product
+from torch._inductor.virtualized import V
 from torch._inductor.virtualized import ops as prims
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
@@ -34,10 +35,13 @@ from te_inductor.lowerings.casts.algebra import INDUCTOR
 from te_inductor.lowerings.casts.concatenation import Concatenation
 from te_inductor.lowerings.codegen import block_tiles
 from te_inductor.numerics import arithmetic
+from te_inductor.passes.graph.node_kinds import is_view, is_view_or_cast, tensor_of
+from te_inductor.passes.graph.walks import back_past, reached
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import E8M0, HADAMARD, Element, Scope
 
 aten = torch.ops.aten
+_SUMS_OF_ROWS = (aten.mean.dim, aten.sum.dim_IntList, aten.var_mean.correction)
 _LOOPS = "te_loops"  # attribute of a buffer with blocks of one row
 
 
@@ -47,7 +51,7 @@ def quantize(
     """`amax` is the tensor's, () fp32, of two-level scales; `seed`, () int64, of stochastic rounding."""
     row_alone = (True, False)
     tiled = seed is None and block_tiles.fits(x, quantizer, row_alone)
-    if tiled and (quantizer.granularity.transposes or block_tiles.comes_in_rows(x)):
+    if tiled and (quantizer.granularity.transposes or block_tiles.comes_in_rows(x) or _is_read_by_norm(x)):
         return _tiled_copies([x], 0, quantizer, row_alone)[:2]  # type: ignore[return-value]
     if quantizer.granularity.transposes:
         scale, scale_inv, _ = _scales_of_squares(x, quantizer, amax)
@@ -55,6 +59,23 @@ def quantize(
     if seed is not None:
         seed.realize()  # and not drawn again by every thread
     return _copy_by_rows(x, quantizer, amax, seed, x_is_transposed=_rows_are_contiguous(x))
+
+
+def _is_read_by_norm(x: ir.TensorBox) -> bool:
+    """Whether a sum of each row, as a norm's, reads what is cast, and a program of it may hold rows: the cast joins it,
+    and does not read the tensor once more."""
+    columns, cast = x.get_size()[1], V.graph.current_node.args[0]
+    held = sympy.sympify(columns).is_number and block_tiles.may_be_held(int(columns))
+    if not (held and isinstance(cast, torch.fx.Node)):
+        return False
+
+    def leads_on(node):
+        return [user for user in node.users if is_view_or_cast(user) or user.target is aten.pow.Tensor_Scalar]
+
+    read = reached([back_past(cast, is_view)], leads_on)
+    rows = [one for one in read if (value := tensor_of(one)) is not None and value.shape[-1] == columns]
+    sums = ((user.args[1], one) for one in rows for user in one.users if user.target in _SUMS_OF_ROWS)
+    return any(dims in ([-1], [tensor_of(one).dim() - 1]) for dims, one in sums)  # type: ignore[union-attr]
 
 
 def quantize_rowcol(

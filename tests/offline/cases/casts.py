@@ -209,6 +209,19 @@ def rows_of_blocks_of_another() -> Case:
     return _rows_of_blocks(200, "quantize", of_another=True)
 
 
+def rows_of_blocks_beside_a_sum() -> Case:
+    """A cast of what a norm reads."""
+    from te_inductor.recipes import Quantizer
+
+    def function(x: Tensor) -> Any:
+        made = x.abs()
+        return made.float().square().mean(1, keepdim=True), *ops.quantize(made, Quantizer("e4m3", scope="1x128"))
+
+    return torch.compile(function, backend="te", fullgraph=True), (
+        torch.randn(128, 1280, device="cuda", dtype=torch.bfloat16),
+    )
+
+
 def columns_of_blocks() -> Case:
     """Casts as the backward does what the forward computed: tiles that are blocks in one dimension."""
     from te_inductor.recipes import Quantizer
