@@ -2,6 +2,7 @@
 Ranks see data of different magnitude."""
 
 import contextlib
+import copy
 import itertools
 import time
 import warnings
@@ -17,6 +18,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import te_inductor
 from te_inductor import compat
@@ -189,6 +191,30 @@ def microbatches(rank: Rank, kind: str) -> Any:
     state = te_inductor.state_dict(model)
     found = [state[f"layer.{slot}.amax_history"].tolist() for slot in ("input", "grad_output")]
     return found, counters["stats"]["unique_graphs"]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.out = Model(1), nn.Linear(48, 1)
+
+    def forward(self, x):
+        return self.out(checkpoint(self.model, x, use_reentrant=False))
+
+
+@how(traced=True)
+def checkpointed(rank: Rank) -> Any:
+    """How far the gradient of a compiled block in a checkpoint, in a DistributedDataParallel, is from that of the block in
+    high precision. Its backward runs the block again, outside of DistributedDataParallel's forward."""
+    model = Checkpointed()
+    exact = copy.deepcopy(model)
+    model.model.compile(backend="te", options={"recipe": DelayedScaling(amax_history_len=4)})
+    for each in (DistributedDataParallel(model), DistributedDataParallel(exact)):
+        for _ in range(3):
+            each.zero_grad()
+            each(torch.ones(8, 32) + rank.rank).sum().backward()
+    found, known = (one.model.layer.weight.grad for one in (model, exact))
+    return ((found - known).norm() / known.norm()).item()
 
 
 @how(patience=10, loses_group=True)

@@ -48,11 +48,14 @@ from te_inductor.runtime.state.store import (
     shared_state,
     take_from_shards,
 )
-from te_inductor.tensor_tables import TensorGroups
+from te_inductor.tensor_tables import TensorGroups, TensorTable
 
 MANY_CALLS = 256  # in which some amax should have been recorded, whatever the number of microbatches in flight
 FEW_CALLS = 8  # without generated code
 _HARM = "scales that do harm"  # a kind of warning
+# The checkpoints in whose forward some quantizer had no history, by a graph's first parameter: their backward may run
+# another graph of the same code, as where DistributedDataParallel's forward is over by then.
+_first_in: TensorTable[WeakSet[Any]] = TensorTable()
 _first_steps_recur = False  # whether some graph had more than that
 
 
@@ -184,7 +187,7 @@ class StateInputs(ExtraInputs):
             late = [q for q, state in zip(self.quantizers, states, strict=True) if state.moved]
             if late and not (self.heals and not self.stays):
                 say(moved_elsewhere([q.site for q in late], self._recipes_behind(late, inputs)), self.fallback)
-            said, checkpoints = (False, WeakSet()) if found is None else (found.said, found.checkpoints)
+            said, checkpoints = found is not None and found.said, _first_in.setdefault(parameters[0], WeakSet())
             choice, loads = self._choice(inputs), sum(state.loads for state in states)
             watch = self._watch(states, inputs)
             tensors += watch.counts
