@@ -8,7 +8,7 @@ if torch.__version__ < (2, 11):  # type: ignore[operator]
         f"te_inductor needs torch 2.11 or later, found {torch.__version__}; pip install --upgrade 'torch>=2.11'"
     )
 
-from te_inductor.compat.checkpoints import checkpoint_of_call
+from te_inductor.compat.checkpoints import checkpoint_of_call, saved_as_they_are
 from te_inductor.compat.constants import ConstantMeta, constant_type_name, register_constant
 from te_inductor.compat.dynamo import (
     captures_a_backward,

@@ -1,8 +1,12 @@
-"""Checkpoints without reentry (`torch.utils.checkpoint`, ``use_reentrant=False``), as what they call can see them."""
+"""Hooks on saved tensors: of checkpoints without reentry (`torch.utils.checkpoint`, ``use_reentrant=False``), as what
+they call can see them, and of programs that offload what they save."""
 
-from typing import Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 _FRAMES = {"_checkpoint_hook": "frame", "_recomputation_hook": "target_frame_ref"}  # the names in each hook's closure
 
@@ -20,3 +24,28 @@ def checkpoint_of_call() -> tuple[Any, bool]:
     cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
     frame, again = cells[_FRAMES[owner]].cell_contents, owner == "_recomputation_hook"
     return frame() if again else frame, again
+
+
+class _Unpacked(NamedTuple):
+    """Stands among what hooks have packed for a tensor that they were not shown."""
+
+    tensor: Tensor
+
+
+def saved_as_they_are(tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
+    """A context in which hooks on saved tensors are not shown these tensors, which a backward may write: where a hook
+    copies what is saved, as offloading does, the backward would write the copy."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if not (hooks and torch.is_grad_enabled()):
+        return nullcontext()
+    pack, unpack = hooks
+    kept = {one.data_ptr() for one in tensors if type(one) is Tensor and one.numel()}
+
+    def pack_others(x: Tensor) -> Any:
+        is_kept = type(x) is Tensor and x.numel() and x.data_ptr() in kept
+        return _Unpacked(x) if is_kept else pack(x)
+
+    def unpack_others(packed: Any) -> Any:
+        return packed.tensor if isinstance(packed, _Unpacked) else unpack(packed)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack_others, unpack_others)

@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from te_inductor import compat
+
 
 class GraphCall:
     """One call of a compiled graph, as the kinds of extra inputs see it, the last of them first."""
@@ -57,12 +59,13 @@ def bind(
     def run(*inputs: Any) -> Any:
         call = GraphCall(inputs)
         found = [kind.tensors(call) for kind in used]
-        given = (*inputs, *itertools.chain.from_iterable(reversed(found)))
-        if call.is_first_step and first is not None:
-            with torch.profiler.record_function(FIRST_STEP):
-                outputs = first(*given)
-        else:
-            outputs = compiled(*given)
+        extra = [*itertools.chain.from_iterable(reversed(found))]
+        with compat.saved_as_they_are(extra):
+            if call.is_first_step and first is not None:
+                with torch.profiler.record_function(FIRST_STEP):
+                    outputs = first(*inputs, *extra)
+            else:
+                outputs = compiled(*inputs, *extra)
         for step in call.behind:
             step(outputs)
         return outputs

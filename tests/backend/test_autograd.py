@@ -16,6 +16,7 @@ from te_inductor import explain
 from tests.eager import quantized
 from tests.recipes import STATELESS, every_recipe, quick
 from tests.support.autograd import DIM, X, check, loss_of, mlp, results, same, te
+from tests.support.main_grads import with_totals
 
 pytestmark = pytest.mark.usefixtures("without_tracing", "one_seed")
 
@@ -292,6 +293,28 @@ def test_nothing_saved_is_an_alias_of_an_activation(name):
         x.mul_(3.0)
     y.backward(torch.ones_like(y))
     assert same([p.grad for p in model.parameters()], expected)
+
+
+@pytest.mark.traced
+@pytest.mark.parametrize("options", [{}, {"wgrad": "main_grad"}, {"wgrad": "deferred"}], ids=str)
+def test_hooks_that_copy_what_is_saved(options):
+    """A backward writes state and totals themselves, not the copies that hooks make of them, as offloading does."""
+
+    def steps(pack):
+        torch.manual_seed(0)
+        model = mlp()
+        if options.get("wgrad") == "main_grad":
+            with_totals(model)
+        run = te(model, "delayed", **options)
+        for _ in range(2):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                loss = loss_of(run, torch.randn(X))
+            loss.backward()
+            te_inductor.backward_dw(model)
+        totals = [getattr(p, "main_grad", p.grad) for p in model.parameters()]
+        return [*totals, *te_inductor.state_dict(model).values()]
+
+    assert same(steps(torch.clone), steps(lambda t: t))
 
 
 @pytest.mark.traced
