@@ -52,7 +52,7 @@ def trace_fixed_linear(
     out_dtype: torch.dtype,  # in which it computes
 ) -> Tensor:  # (..., N)
     """A layer in high precision."""
-    rows = x.reshape(1, -1, x.shape[-1]).to(out_dtype)
+    rows = x.reshape(1, math.prod(x.shape[:-1]), x.shape[-1]).to(out_dtype)
     [y] = FixedProduct(out_dtype)(rows, weight[None].to(out_dtype))
     y = y if bias is None else y + bias.to(out_dtype)
     return y.reshape(*x.shape[:-1], weight.shape[0])

@@ -1,5 +1,7 @@
 """options={"batch_invariant": True}: what a row's numbers depend on, and what is refused."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -176,6 +178,36 @@ def test_high_precision_is_rewritten_too():
     assert torch.equal(y, expected) and not torch.equal(y, layer(x))
     y.sum().backward()
     torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(24, 300))
+
+
+@pytest.mark.usefixtures("without_tracing")
+@pytest.mark.parametrize("recipe", ["none", "rowwise"])
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda b, x, w: torch.addmm(b, x, w, beta=2, alpha=0.5),
+        lambda b, x, w: torch.addmm(b * torch.nan, x, w, beta=0),
+        lambda b, x, w: torch.func.grad(lambda x: torch.addmm(b, x, w).square().sum())(x),
+        lambda b, x, w: torch.func.jvp(lambda x: torch.addmm(b, x, w), (x,), (x,))[1],
+        lambda b, x, w: torch.func.vmap(lambda x: x @ w)(x[:, None]),
+        lambda b, x, w: F.linear(x[:, :0], w[:, :0], x[0, :64]),
+    ],
+    ids=["scaled", "without bias", "grad", "jvp", "vmap", "of no columns"],
+)
+def test_what_is_no_plain_layer_stays_as_written(run, recipe):
+    layer, x = nn.Linear(64, 64), torch.randint(-2, 3, (5, 64)).float().requires_grad_()
+    with torch.no_grad():
+        layer.weight.copy_(torch.randint(-2, 3, (64, 64)))
+
+    def function(x):
+        return run(layer.bias, x, layer.weight)
+
+    options = {"recipe": recipe, "fallback": "warn", **INVARIANT}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "te_inductor: compiled without")
+        warnings.filterwarnings("ignore", "te_inductor")
+        found = torch.compile(function, backend="te", options=options)(x)
+    torch.testing.assert_close(found, function(x))
 
 
 def test_the_size_rule_is_not_asked(monkeypatch):
