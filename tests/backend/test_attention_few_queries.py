@@ -78,6 +78,12 @@ LEFT = {
     "an odd width": lambda q, k, v, mask: sdpa(*(x[..., :40] for x in (q, repeated(k), repeated(v))), mask),
     "another width of v": lambda q, k, v, mask: sdpa(q, repeated(k), repeated(v)[..., :32], mask),
     "single precision": lambda q, k, v, mask: sdpa(*(x.float() for x in (q, repeated(k), repeated(v))), mask),
+    "many heads, each its own": lambda q, k, v, mask: sdpa(
+        *(x.repeat(4, 1, 1, 1) for x in (q, repeated(k) * 1, repeated(v) * 1)), mask.repeat(4, 1, 1, 1)
+    ),
+    "many heads without a mask": lambda q, k, v, mask: sdpa(
+        *(x.repeat(12, 1, 1, 1) for x in (q, k, v)), enable_gqa=True
+    ),
     "learned": lambda q, k, v, mask: sdpa(q, repeated(k), repeated(v), mask),
 }
 

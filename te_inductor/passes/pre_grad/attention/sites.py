@@ -44,6 +44,9 @@ DROPOUT_QUERIES = 512
 FLASH_WIDTH = 128  # of a head, which FlashAttention takes forward and backward, with dropout, on every GPU
 _DTYPES = (torch.bfloat16, torch.float16)
 _WIDTHS = (16, 256)  # of a head, that FlexAttention takes
+# Heads of keys in a batch, up to which the kernel of few queries is taken where torch's would neither copy keys nor read a
+# mask for each head of a group: docs/performance.md.
+FEW_HEADS = 64
 
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _CALLS = frozenset(
@@ -241,7 +244,10 @@ def _has_few_queries(site: Attention, plan: Plan) -> bool:
     alike = [(one.shape[at], other.shape[at]) for one, other, at in ((k, q, 0), (v, q, 0), (v, k, 1), (v, k, 2))]
     if not all(statically_known_true(a == b) for a, b in (*alike, (k.shape[3], width), (v.shape[3], width))):
         return False
-    return heads // kv_heads * queries <= QUERIES and _is_of_keys(call) and targets.of(q.device).decode_attention
+    if not _is_of_keys(call) or heads // kv_heads * queries > QUERIES or not targets.of(q.device).decode_attention:
+        return False
+    copies = call.given is not None and heads > kv_heads
+    return copies or statically_known_true(q.shape[0] * kv_heads <= FEW_HEADS)
 
 
 def _is_of_keys(call: AttentionCall) -> bool:
