@@ -73,7 +73,7 @@ def test_a_row_is_the_same_beside_any_others(scales):
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_training_has_gradients(mode):
-    """In CUDA graphs too, whose backward computes attention once more, by autograd."""
+    """The backward computes attention once more, by autograd, in CUDA graphs too."""
     torch.manual_seed(0)
     model = Decoder(512, 256, 512, 4, 2).cuda().bfloat16()
     options = {"recipe": "rowwise", "mode": mode, **EXACT}
