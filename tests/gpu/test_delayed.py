@@ -180,7 +180,7 @@ def test_what_a_scale_did_not_suit_is_said_without_a_wait():
         run(x).square().mean().backward()
     torch.cuda.synchronize()
     with pytest.warns(
-        FallbackWarning, match=r"\(root\)\.input: from its step 4 on, values were cut off in 1 and"
+        FallbackWarning, match=r"\(root\)\.input, from its step 4 on: values were cut off in 1 and"
     ) as said:
         torch.cuda.set_sync_debug_mode("warn")
         try:
