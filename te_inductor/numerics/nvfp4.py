@@ -84,6 +84,15 @@ def tensor_scale(amax: Tensor) -> Tensor:
     return 1.0 / arithmetic.first_encode_scale(TORCH, amax, QUANTIZER)
 
 
+def stored(
+    weight: Tensor,  # (N, K)
+    amax: Tensor | None,  # () fp32, of all weights that have the tensor's scale; None: of this one
+) -> tuple[Tensor, Tensor, Tensor]:  # stored (N, K padded to 16, over 2), block scales (N, K/16), tensor scale ()
+    """What `quantize_` stores of a weight."""
+    codes, block_scale, scale = quantize(weight, amax)
+    return repack(microscaling.pack(codes)), block_scale, scale
+
+
 def store_together(
     weights: Sequence[Tensor],  # (N, K), each K a multiple of 16
     amaxes: Tensor,  # (W,) fp32, of the tensors whose scales they have

@@ -11,20 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_inductor.numerics import microscaling, nvfp4
+from te_inductor.numerics import nvfp4
 from te_inductor.ops.casts import tensor_amax
 from te_inductor.ops.differentiable import Gradients, Needs, Operation
 from te_inductor.ops.stored import NVFP4Product
 from te_inductor.ops.written_out import is_called
 from te_inductor.runtime.definition import op_of
-
-
-def _store(
-    weight: Tensor,  # (N, K)
-    amax: Tensor | None,  # () fp32, of all weights that have the tensor's scale; None: of this one
-) -> tuple[Tensor, Tensor, Tensor]:  # stored, block_scale, tensor_scale
-    codes, block_scale, tensor_scale = nvfp4.quantize(weight, amax)
-    return nvfp4.repack(microscaling.pack(codes)), block_scale, tensor_scale
 
 
 def _stored_like(weight: Tensor, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,7 +28,7 @@ def _stored_like(weight: Tensor, amax: Tensor | None) -> tuple[Tensor, Tensor, T
     )
 
 
-nvfp4_store = op_of(_store, _stored_like, name="nvfp4_store")
+nvfp4_store = op_of(nvfp4.stored, _stored_like, name="nvfp4_store")
 is_called(nvfp4_store)
 
 

@@ -1,5 +1,8 @@
 """Training with a weight as `quantize_` is going to store it: the numbers before are those after, bit for bit."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -117,6 +120,20 @@ def test_what_each_forward_stores_is_what_quantize_stores():
         expected = nvfp4.store(codes), block_scale, tensor_scale
         for one, other in zip(ops.nvfp4_store(weight, None), expected, strict=True):
             assert one.dtype == other.dtype and torch.equal(one.float(), other.float())
+
+
+@pytest.mark.thorough
+def test_a_process_that_trains_has_the_kernels_of_stored_weights():
+    """Its generated code may come from a cache, without a lowering that would bring them."""
+    lines = (
+        "import sys, torch",
+        "m = torch.nn.Linear(64, 48)",
+        "run = torch.compile(m, backend='te', options={'policy': {'*': 'nvfp4_weight_only'}})",
+        "run(torch.randn(4, 64)).sum().backward()",
+        "assert 'te_inductor.templates.triton.nvfp4_ops' in sys.modules",
+    )
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_reports_and_refusals():

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import te_inductor
+from te_inductor import ops
 from te_inductor.api.quantization import quantize_
 from te_inductor.kernels.nvfp4_fp8 import NVFP4PromptConfig
 from te_inductor.kernels.nvfp4_linear import FEW_ROWS, NVFP4Config, supports
@@ -234,6 +235,37 @@ def test_attention(batch, m, d, n, masked, dtype):
     weights = (scores if keep is None else scores.masked_fill(~keep, -torch.inf)).softmax(-1)
     expected, magnitudes = weights @ v.double(), weights @ v.double().abs()
     assert ((y - expected).abs() <= torch.finfo(dtype).eps / 2 * (magnitudes + expected.abs()) + 1e-5).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("size", [(1, 16), (37, 50), (300, 1040)])
+def test_store(size, dtype):
+    """What training stores in each forward equals plain torch's bit for bit, NaN and infinities included."""
+    n, k = size
+    weight = (torch.randn(n, k + 5, device="cuda") * torch.logspace(-6, 3, n, device="cuda")[:, None]).to(dtype)[:, :k]
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, torch.finfo(dtype).tiny, -1e-30, 6.0, 0.25])
+    weight[0, :8], weight[n // 2, 8:] = special.to(weight), 0.0
+    for amax in (None, nvfp4.amax_of(weight) * 1.5):
+        for one, other in zip(ops.nvfp4_store(weight, amax), nvfp4.stored(weight, amax), strict=True):
+            assert one.shape == other.shape and torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (one, other)))
+
+
+def test_training_with_stored_weights_in_cuda_graphs():
+    torch.manual_seed(0)
+    model = nn.Linear(512, 256, bias=False, device="cuda", dtype=torch.bfloat16)
+    run = torch.compile(model, backend="te", mode="reduce-overhead", options={"policy": {"*": "nvfp4_weight_only"}})
+    x = torch.randn(64, 512, device="cuda", dtype=torch.bfloat16)
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        model.zero_grad(set_to_none=True)
+        y = run(x)
+        y.float().square().mean().backward()
+        with torch.no_grad():
+            weight = nvfp4.dequantize(*nvfp4.stored(model.weight, None), 512, torch.float32)
+            expected = x.float() @ weight.t()
+            # x is cast to E4M3, whose half a step is 2**-4 of a value.
+            assert torch.linalg.vector_norm(y.float() - expected) <= 2.0**-4 * torch.linalg.vector_norm(expected)
+            model.weight.mul_(-1.5)
 
 
 class Step(nn.Module):

@@ -17,6 +17,7 @@ from te_inductor.templates.triton import (
     fp8_small_m,
     nvfp4_expand,
     nvfp4_linear,
+    nvfp4_store,
     partial_sums,
 )
 from tests.offline.interpret import mend_interpreter
@@ -111,6 +112,25 @@ def attention(batch: int, m: int, d: int, n: int, masked: bool, dtype: torch.dty
     assert (error <= torch.finfo(dtype).eps / 2 * (magnitudes + expected.abs()) + 1e-5).all(), (batch, m, d, n)
 
 
+def store(n: int, k: int, dtype: torch.dtype, more: float) -> None:
+    """Equals plain torch's bit for bit, whatever a block holds; rows may lie apart."""
+    weight = (torch.randn(n, k + 5) * torch.logspace(-6, 3, n)[:, None]).to(dtype)[:, :k]
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, torch.finfo(dtype).tiny, -1e-30, 6.0, 0.25]).to(
+        dtype
+    )
+    weight[0, : min(k, 8)] = special[:k]
+    weight[n // 2] = 0.0
+    for amax in (None, nvfp4.amax_of(weight) * more):
+        found = nvfp4_store.store(weight, amax)
+        for one, other in zip(found, nvfp4.stored(weight, amax), strict=True):
+            assert one.shape == other.shape and one.dtype == other.dtype
+            assert torch.equal(*(part.reshape(-1).view(torch.uint8) for part in (one, other))), (
+                n,
+                k,
+                dtype,
+            )
+
+
 def grouped_attention() -> None:
     """Queries of several heads share their keys, which lie as (B, N, KV heads, D); each batch has a mask."""
     q, k, v = (torch.randn(3, *size).bfloat16() for size in ((6, 2, 64), (2, 90, 64), (2, 90, 64)))
@@ -138,6 +158,8 @@ if __name__ == "__main__":
         fp8_special(small_m.SmallMConfig(*given), *sizes)
     for n, k in itertools.product((1, 11), (16, 50, 1040)):
         expand(n, k)
+    for n, k, dtype in itertools.product((1, 11), (16, 50, 1040), (torch.bfloat16, torch.float16, torch.float32)):
+        store(n, k, dtype, 1.5)
     attention(2, 4, 64, 200, True, torch.bfloat16)  # chunks that no block fills
     with mock.patch.object(decode_attention, "_PROGRAMS", 3):  # a chunk of several blocks
         attention(3, 1, 64, 130, False, torch.float16)

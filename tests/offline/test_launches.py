@@ -38,6 +38,7 @@ from te_inductor.templates.triton import (  # noqa: E402
     nvfp4_expand,
     nvfp4_fp8,
     nvfp4_linear,
+    nvfp4_store,
     partial_sums,
     scale_updates,
     token_losses,
@@ -140,6 +141,7 @@ def fixed_order_products(m, e, n, k):
 def expansions(m, e, n, k):
     nvfp4_expand.dequantize(*nvfp4(e, n, k), empty(e), k, BF16)
     nvfp4_expand.recast(*nvfp4(e * n, k), empty())
+    nvfp4_store.store(empty(e * n, k, dtype=BF16))
 
 
 def attention(m, e, n, k):

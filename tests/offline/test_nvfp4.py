@@ -375,6 +375,16 @@ def test_generated_decode(case, kind):
     assert "triton_per" in code.kernels[0].name  # the norm takes a row at once
 
 
+def test_store_cubin():
+    from te_inductor.templates.triton import nvfp4_store
+    from tests.support.cuda_code import compiled, spilled
+
+    types = {"weight": "*bf16", "amax": "*fp32", "stored": "*u8", "block_scale": "*fp8e4nv", "tensor_scale": "*fp32"}
+    for kernel in (nvfp4_store._raise_amax, nvfp4_store._store):
+        taken = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+        assert spilled(compiled(kernel, {"BLOCKS": 64}, taken, {"num_warps": 4}, multiples=())) == 0
+
+
 def test_generated_attention():
     """Two products and a softmax are one op, which reads the cache where it lies; an arg max is one of pieces."""
     code = generate("decode_attention_nvfp4", 90)

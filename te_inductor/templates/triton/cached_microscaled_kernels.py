@@ -151,11 +151,17 @@ def _power_of_two(value):
 
 
 @triton.jit
-def _two_level(largest, amax):
-    """The factor of values, and the E4M3 scale. Double quotients, as in `casting.encode`."""
+def first_scale(amax):
+    """What the values of a tensor with this amax are multiplied by before their blocks' scales are found."""
     scale = (tl.full((), _TWO_LEVEL_MAX, tl.float64) / amax.to(tl.float64)).to(tl.float32)
     scale = tl.where(scale < _FP32_MAX, scale, _FP32_MAX)
-    scale = tl.where((amax > 0.0) & (amax < _INFINITY), scale, 1.0)
+    return tl.where((amax > 0.0) & (amax < _INFINITY), scale, 1.0)
+
+
+@triton.jit
+def _two_level(largest, amax):
+    """The factor of values, and the E4M3 scale. Double quotients, as in `casting.encode`."""
+    scale = first_scale(amax)
     stored = largest * (scale * _E2M1_INVERSE)
     stored = tl.where(stored > _E4M3_MAX, _E4M3_MAX, stored).to(tl.float8e4nv)
     decode = stored.to(tl.float32) * (1.0 / scale.to(tl.float64)).to(tl.float32)

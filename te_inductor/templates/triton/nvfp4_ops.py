@@ -11,7 +11,7 @@ from te_inductor.kernels.problem import Sizes
 from te_inductor.numerics import nvfp4
 from te_inductor.runtime.definition import implement_on_cuda, op_of
 from te_inductor.runtime.eager import dense
-from te_inductor.templates.triton import nvfp4_expand, nvfp4_fp8, nvfp4_linear
+from te_inductor.templates.triton import nvfp4_expand, nvfp4_fp8, nvfp4_linear, nvfp4_store
 from te_inductor.templates.triton.partial_sums import add_up, sum_dtype
 
 partial_sums = op_of(
@@ -63,10 +63,20 @@ def _recast(stored: Tensor, block_scale: Tensor, tensor_scale: Tensor) -> tuple[
     return run.recast(stored, block_scale, tensor_scale)
 
 
+def _store(weight: Tensor, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    if weight.numel() and weight.dtype in (torch.bfloat16, torch.float16, torch.float32) and _runs_on(weight.device):
+        return nvfp4_store.store(weight, amax)
+    return nvfp4.stored(weight, amax)
+
+
 def _runs_on(device: torch.device) -> bool:
     return policy.runs(targets.of(device))
 
 
 implement_on_cuda(
-    nvfp4_linear=_linear, nvfp4_linear_fp8=_linear_fp8, nvfp4_dequantize=_dequantize, nvfp4_recast=_recast
+    nvfp4_linear=_linear,
+    nvfp4_linear_fp8=_linear_fp8,
+    nvfp4_dequantize=_dequantize,
+    nvfp4_recast=_recast,
+    nvfp4_store=_store,
 )

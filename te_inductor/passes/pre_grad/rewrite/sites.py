@@ -10,6 +10,7 @@ from torch import fx
 
 from te_inductor import ops
 from te_inductor.ops import LayerSpec
+from te_inductor.ops.stored_weight import register_kernels
 from te_inductor.passes.graph import regions
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.values import value
@@ -105,6 +106,7 @@ def _store_what_learns(plan: Plan) -> None:
                 )
     for site in reversed(plan.candidates):
         if site.precision.learns:
+            register_kernels()  # of stored weights, which generated code from a cache calls, too
             match, recipe = site.match, site.recipe
             with match.node.graph.inserting_before(match.node):
                 operands: Any = (match.x, match.weight, match.bias, recipe.prefill, value(match.node).dtype)  # type: ignore[union-attr]
