@@ -58,7 +58,7 @@ def compiled(model: nn.Module, recipe: object, backward: object = None):
     return torch.compile(model, backend="te", fullgraph=True, options=options)
 
 
-def check(way: str, make: type[nn.Module], ids: torch.Tensor, dtype: torch.dtype) -> None:
+def check(way: str, make: type[nn.Module], ids: torch.Tensor, dtype: torch.dtype, eager_too: bool = True) -> None:
     recipe, backward, stored = WAYS[way]
     torch.manual_seed(0)
     model = make().to(dtype)
@@ -75,7 +75,8 @@ def check(way: str, make: type[nn.Module], ids: torch.Tensor, dtype: torch.dtype
     assert isinstance(model.up_proj.weight, StoredWeight)
     with torch.no_grad():
         eager, after = model(ids), compiled(model, stored)(ids)
-    assert torch.equal(before, evaluated) and torch.equal(before, after) and torch.equal(before, eager)
+    assert torch.equal(before, evaluated) and torch.equal(before, after)
+    assert not eager_too or torch.equal(before, eager)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -95,8 +96,8 @@ def test_the_numbers_stay(way, dtype):
     ids=str,
 )
 def test_the_numbers_stay_in_generated_code(way, dtype):
-    """Norms and softmax may round their last bit otherwise where a graph has no backward."""
-    check(way, Layers, torch.randn(32, 128).to(dtype), dtype)
+    """Generated code keeps in fp32 what eager code rounds to bf16 between two operators."""
+    check(way, Layers, torch.randn(32, 128).to(dtype), dtype, eager_too=dtype is torch.float32)
 
 
 def test_gradients_pass_the_cast():
