@@ -363,4 +363,4 @@ def test_a_mask_has_no_more_conditions_than_are_read():
     scores = masks.Scores(1, 1, 8, 8)
     many = sympy.And(*(sympy.Ne(masks.KEY, number) for number in range(20)))
     assert "many conditions" in str(masks.of_predicate(many, scores, Reader(lambda node: False, lambda node: node)))
-    assert sites.KERNELS.keys() == {"as_written", "plain", "causal", "flex", "either", "kept", "fixed"}
+    assert sites.KERNELS.keys() == {"as_written", "plain", "causal", "flex", "either", "kept", "fixed", "few"}

@@ -12,8 +12,8 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks do not reduce their amaxes",
-        "        torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, process_group(name))\n",
-        "        pass\n",
+        "            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group)\n",
+        "            pass\n",
         ("tests/backend/test_ranks.py",),
     ),
     Mutation(
