@@ -132,7 +132,8 @@ def repack(packed: Tensor) -> Tensor:  # (N, K/2), K a multiple of 16 -> (N, K/2
     """`store` of values in NVFP4's own order, by tables: a byte of that order, h = 0 and 1 of one i and u, has bits of
     its own in the unit."""
     bytes_of = packed.view(packed.shape[0], -1, 4, 2).int()  # block, i, unit
-    tables = _tables().to(packed.device)
+    traced = torch._C._len_torch_dispatch_stack() > 0  # then tables are fake, or a trace's, and no other call's
+    tables = _tables().to(packed.device) if traced else _kept_tables(packed.device)
     units = torch.zeros_like(bytes_of[:, :, 0])
     for i in range(4):
         units |= tables[i].index_select(0, bytes_of[:, :, i].flatten()).view(units.shape)
@@ -140,6 +141,10 @@ def repack(packed: Tensor) -> Tensor:  # (N, K/2), K a multiple of 16 -> (N, K/2
 
 
 @functools.cache
+def _kept_tables(device: torch.device) -> Tensor:
+    return _tables().to(device)
+
+
 def _tables() -> Tensor:  # (4, 256) int32: the unit of each byte at each i
     every = torch.arange(256, dtype=torch.uint8, device="cpu")
     alone = torch.zeros(4, 256, BLOCK // 2, dtype=torch.uint8, device="cpu")

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import te_inductor
 from te_inductor import explain, ops
@@ -135,6 +136,17 @@ def test_a_process_that_trains_has_the_kernels_of_stored_weights():
     )
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_trace_keeps_no_tensor_for_later_calls():
+    """What is traced with fake tensors, as by an export, leaves none in the place of a constant."""
+    weight = torch.randn(4, 32)
+    nvfp4._kept_tables.cache_clear()
+    expected = [one.clone() for one in nvfp4.stored(weight, None)]
+    nvfp4._kept_tables.cache_clear()
+    traced = make_fx(lambda weight: nvfp4.stored(weight, None), tracing_mode="fake")(weight)
+    for found in (traced(weight), nvfp4.stored(weight, None)):
+        assert all(torch.equal(one.float(), other.float()) for one, other in zip(found, expected, strict=True))
 
 
 def test_reports_and_refusals():
