@@ -146,6 +146,18 @@ MUTATIONS = [
     ),
     # attention, and other forms of layers
     Mutation(
+        "attention of few queries reads a cache that was written behind its copy",
+        "if plan.writes.anywhere(source) if learns else plan.writes.between([source], node, until):",
+        "if learns and plan.writes.anywhere(source):",
+        ("tests/backend/test_attention_few_queries.py",),
+    ),
+    Mutation(
+        "attention of few queries takes one mask for all of them",
+        "    return of_batch and all(\n",
+        "    return of_batch and any(\n",
+        ("tests/backend/test_attention_few_queries.py",),
+    ),
+    Mutation(
         "a strict condition of a mask holds on its border",
         "sympy.expand(below - above + (1 if isinstance(condition, sympy.Lt) else 0))",
         "sympy.expand(below - above)",

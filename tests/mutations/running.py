@@ -5,6 +5,12 @@ from tests.mutations.mutation import Mutation
 MUTATIONS = [
     # runtime
     Mutation(
+        "hooks on saved tensors copy what a backward writes",
+        "        with compat.saved_as_they_are(extra):\n",
+        "        if True:\n",
+        ("tests/backend/test_autograd.py", "-k", "copy_what"),
+    ),
+    Mutation(
         "a group's padding holds its last row",
         "return starts.int(), tiles.int(), torch.where(known, row, -1).flatten().int()",
         "return starts.int(), tiles.int(), row.clamp(0, rows - 1).flatten().int()",
