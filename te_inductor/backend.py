@@ -95,7 +95,7 @@ def te(
     compare_compiles(plan)
     compiled_graphs.note(plan.outcome.report, plan.outcome.weights)
     looks = [place for place, one in enumerate(example_inputs) if isinstance(one, StoredWeight) or is_followed(one)]
-    return following(compiled, looks)
+    return compat.inside_ddp_again(following(compiled, looks))
 
 
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:

@@ -50,6 +50,7 @@ from te_inductor.compat.wrappers import (
     gathered,
     guard_on_wrappers,
     inside_ddp,
+    inside_ddp_again,
     is_cut_by_ddp,
     is_flattened_module,
     is_gathered,

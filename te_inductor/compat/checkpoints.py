@@ -1,7 +1,7 @@
 """Hooks on saved tensors: of checkpoints without reentry (`torch.utils.checkpoint`, ``use_reentrant=False``), as what
 they call can see them, and of programs that offload what they save."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -24,6 +24,25 @@ def checkpoint_of_call() -> tuple[Any, bool]:
     cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
     frame, again = cells[_FRAMES[owner]].cell_contents, owner == "_recomputation_hook"
     return frame() if again else frame, again
+
+
+def wrap_recomputation(checkpoint: Any, context: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Have a checkpoint, as `checkpoint_of_call` returns it, compute again inside of a context, once."""
+    compute = checkpoint.recompute_fn
+    if isinstance(compute, _InContext):
+        return
+    checkpoint.recompute_fn = _InContext(compute, context)
+
+
+class _InContext(NamedTuple):
+    """What a checkpoint computes again, inside of a context."""
+
+    compute: Callable[..., Any]
+    context: Callable[[], AbstractContextManager[Any]]
+
+    def __call__(self, *args: Any) -> Any:
+        with self.context():
+            return self.compute(*args)
 
 
 class _Unpacked(NamedTuple):

@@ -1,13 +1,14 @@
 """Wrappers of data-parallel training: FSDP2, FSDP's first version, and DDP."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from te_inductor.compat.checkpoints import checkpoint_of_call, wrap_recomputation
 from te_inductor.compat.dynamo import guard_on
 
 
@@ -116,6 +117,23 @@ _ACTIVE_DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel._active
 
 def _active_ddp() -> Any:
     return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+
+
+def inside_ddp_again(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A graph that is compiled in the forward of a DistributedDataParallel, as it is called. A checkpoint that calls it
+    there computes it again in the backward, where by its guards another graph would run, which saves other tensors: so
+    that is done inside of the same DistributedDataParallel once more."""
+    if _active_ddp() is None:
+        return compiled
+
+    def run(*inputs: Any) -> Any:
+        ddp = _active_ddp()
+        checkpoint, again = checkpoint_of_call()
+        if ddp is not None and checkpoint is not None and not again:
+            wrap_recomputation(checkpoint, ddp._inside_ddp_forward)
+        return compiled(*inputs)
+
+    return run
 
 
 def is_cut_by_ddp(gm: torch.fx.GraphModule) -> bool:

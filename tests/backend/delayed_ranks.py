@@ -193,10 +193,19 @@ def microbatches(rank: Rank, kind: str) -> Any:
     return found, counters["stats"]["unique_graphs"]
 
 
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(32, 48), nn.Linear(48, 48)
+
+    def forward(self, x):
+        return self.other(self.layer(x))
+
+
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.model, self.out = Model(1), nn.Linear(48, 1)
+        self.model, self.out = Pair(), nn.Linear(48, 1)
 
     def forward(self, x):
         return self.out(checkpoint(self.model, x, use_reentrant=False))
@@ -204,12 +213,14 @@ class Checkpointed(nn.Module):
 
 @how(traced=True)
 def checkpointed(rank: Rank) -> Any:
-    """How far the gradient of a compiled block in a checkpoint, in a DistributedDataParallel, is from that of the block in
-    high precision. Its backward runs the block again, outside of DistributedDataParallel's forward."""
+    """How far the gradient of a compiled block in a checkpoint, in a DistributedDataParallel that cuts the block's graph, is
+    from that of the block in high precision. Its backward runs the block again, outside of DistributedDataParallel's
+    forward, where no graph is cut."""
     model = Checkpointed()
     exact = copy.deepcopy(model)
     model.model.compile(backend="te", options={"recipe": DelayedScaling(amax_history_len=4)})
-    for each in (DistributedDataParallel(model), DistributedDataParallel(exact)):
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 1
+    for each in (DistributedDataParallel(model, bucket_cap_mb=1e-6), DistributedDataParallel(exact)):
         for _ in range(3):
             each.zero_grad()
             each(torch.ones(8, 32) + rank.rank).sum().backward()

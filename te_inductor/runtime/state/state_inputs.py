@@ -54,7 +54,7 @@ MANY_CALLS = 256  # in which some amax should have been recorded, whatever the n
 FEW_CALLS = 8  # without generated code
 _HARM = "scales that do harm"  # a kind of warning
 # The checkpoints in whose forward some quantizer had no history, by a graph's first parameter: their backward may run
-# another graph of the same code, as where DistributedDataParallel's forward is over by then.
+# another graph of the same code, as where first steps have generated code by then.
 _first_in: TensorTable[WeakSet[Any]] = TensorTable()
 _first_steps_recur = False  # whether some graph had more than that
 
