@@ -33,7 +33,7 @@ def title(report: "Report") -> str:
     cast = sum(one.reason is None for one in report.saved)
     return (
         f"Saved for the backward, beside copies in FP8: {mib(after)} MiB in place of {mib(before)},"
-        f" {cast} of {len(report.saved)} tensors in E4M3 with scales of 128 values"
+        f" {cast} of {len(report.saved)} tensors in E4M3 with scales of 128 values, or as bits"
     )
 
 

@@ -50,12 +50,14 @@ def test_the_gradients_of_gate_and_up_are_cast_where_they_are_computed(arch: int
         assert "quantize_pieces" in gradients
 
 
-def test_gate_and_up_are_saved_by_the_kernel_that_reads_them(arch: int) -> None:
-    """Both are cast where SwiGLU reads them: the GEMM's output is read by one kernel, as without codes."""
-    forward, _ = generate("mlp_training_saved", arch).sources
+@pytest.mark.parametrize("case", ["mlp_training_saved", "clamped_mlp_saved"])
+def test_gate_and_up_are_saved_by_the_kernel_that_reads_them(case: str, arch: int) -> None:
+    """Both are cast where SwiGLU reads them, and where a clamp compares: the GEMM's output is read by one kernel, as
+    without codes."""
+    forward, _ = generate(case, arch).sources
     gate_up = re.search(r"extern_kernels\._scaled_mm\(.*out=(\w+)\)", forward)[1]
     readers = [call for call in re.findall(r"triton_\w+\.run\(.*\)", forward) if re.search(rf"\b{gate_up}\b", call)]
-    assert len(readers) == 1 and "silu" in readers[0], readers
+    assert len(readers) == 1 and ("silu" in readers[0] or "sigmoid" in readers[0]), readers
 
 
 def test_a_stream_is_saved_by_the_norm_that_reads_it(arch: int) -> None:

@@ -1,5 +1,6 @@
 """What kind of operator a node of ATen's is, and what it stands for."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,3 +46,24 @@ def has_shape(value: torch.Tensor | None, shape: Sequence[Any]) -> bool:
         return False
     equal = (statically_known_true(a == b) for a, b in zip(value.shape, shape, strict=False))
     return value.dim() == len(shape) and all(equal)
+
+
+def in_memory_order(value: torch.Tensor) -> list[int] | None:
+    """The dimensions by their strides, the longest first; None where two may be the same memory, or strides are not
+    known."""
+    if any(statically_known_true(stride == 0) for stride in value.stride()):
+        return None
+    order = list(range(value.dim()))
+    for a, b in itertools.combinations(order, 2):
+        if not statically_known_true(value.stride(a) >= value.stride(b)) and not is_one(value.shape[a], value.shape[b]):
+            break
+    else:
+        return order
+    if not all(isinstance(stride, int) for stride in value.stride()):
+        return None
+    return sorted(order, key=lambda dim: value.stride()[dim], reverse=True)
+
+
+def is_one(*sizes: Any) -> bool:
+    """Whether any of some sizes surely is one."""
+    return any(statically_known_true(size == 1) for size in sizes)

@@ -25,6 +25,7 @@ from te_inductor.passes.graph.module_path import module_path
 from te_inductor.passes.graph.node_kinds import is_cast, is_pointwise, is_view_or_cast
 from te_inductor.passes.graph.tracing import take_place
 from te_inductor.passes.graph.walks import reached
+from te_inductor.passes.joint.saved_masks import LANES, compute_in_forward, pack, traced, unpack
 from te_inductor.passes.joint.saved_values import QUANTIZER, Saved, decide, size_node
 from te_inductor.presentation.paths import names_of
 from te_inductor.presentation.report import Report, SavedSite, Unmet
@@ -127,12 +128,14 @@ def save(
 ) -> list[Saved]:
     """Changes both graphs, and returns what the forward saves besides its `results` first outputs."""
     found = decide(forward, backward, results, refuse)
-    cast = {one.read: one for one in found if one.refusal is None}
-    for one in cast.values():
-        _read(backward, one, *_write(forward, one))
-    for one in found:
-        if one.refusal is None:
-            _let_go(forward, backward, one.node)
+    known = {node.name: node for node in forward.nodes}
+    cast = [one for one in found if one.refusal is None]
+    for mask, node in {mask: one.node for one in cast for mask in one.masks}.items():
+        _save(forward, backward, Saved(node, mask, compute_in_forward(mask, known)))
+    for one in {one.read: one for one in cast}.values():
+        _save(forward, backward, one)
+    for node in {one.node: None for one in cast}:
+        _let_go(forward, backward, node)
     if cast:
         for graph in (forward, backward):
             graph.eliminate_dead_code()
@@ -140,36 +143,49 @@ def save(
     return found
 
 
+def _save(forward: fx.Graph, backward: fx.Graph, one: Saved) -> None:
+    """Has the forward save two tensors, of which the backward's readers of a value compute it."""
+    _read(backward, one, *_write(forward, one))
+
+
 def _write(forward: fx.Graph, one: Saved) -> tuple[fx.Node, fx.Node]:
-    """Has the forward return codes and scales behind the value."""
+    """Has the forward return codes and scales behind the value, or two words for each 128 of a mask's."""
     source, order = one.source, one.order
     with forward.inserting_before(source.next):
         x = source if order == sorted(order) else _call(source, aten.permute.default, source, order)
-        x = _call(source, aten.reshape.default, x, [-1, one.value.shape[order[-1]]])
-        pair = _call(source, ops.quantize, x, QUANTIZER)
-        codes, scales = (_call(source, operator.getitem, pair, which) for which in (0, 1))
-    for made in (codes, scales):
+        x = _call(source, aten.reshape.default, x, [-1, LANES if one.is_mask else one.value.shape[order[-1]]])
+        if one.is_mask:
+            first, second = traced(source, pack, x)
+        else:
+            pair = _call(source, ops.quantize, x, QUANTIZER)
+            first, second = (_call(source, operator.getitem, pair, which) for which in (0, 1))
+    for made in (first, second):
         made.meta.pop(_NOT_CHECKED, None)
         made.meta |= {key: one.node.meta[key] for key in (_NOT_CHECKED,) if key in one.node.meta}
-    _change_outputs(forward, one.node, (one.node, codes, scales))
-    return codes, scales
+    _change_outputs(forward, one.node, (one.node, first, second))
+    return first, second
 
 
-def _read(backward: fx.Graph, one: Saved, codes: fx.Node, scales: fx.Node) -> None:
-    """Gives the backward's readers of the value what codes and scales stand for."""
+def _read(backward: fx.Graph, one: Saved, *made: fx.Node) -> None:
+    """Gives the backward's readers of the value what is saved in its place."""
     [given] = [node for node in backward.find_nodes(op="placeholder") if node.name == one.node.name]
     inputs = []
     with backward.inserting_before(given.next):
-        for name, made in (("codes", codes), ("scales", scales)):
-            inputs.append(backward.placeholder(f"{given.name}_{name}"))  # no node's name: the input would be called so
-            inputs[-1].meta = dict(made.meta)
+        for name, node in zip(("low", "high") if one.is_mask else ("codes", "scales"), made, strict=True):
+            inputs.append(
+                backward.placeholder(f"{one.read.name}_{name}")
+            )  # no node's name: the input would be called so
+            inputs[-1].meta = dict(node.meta)
     value, order, users = one.value, one.order, set(one.read.users)
     first = next(node for node in backward.nodes if node in users)
     with backward.inserting_before(first):
-        x = _call(first, ops.dequantize, *inputs, QUANTIZER, value.dtype)
-        columns = value.shape[order[-1]]
-        if columns != x.meta["val"].shape[1]:
-            x = _call(first, aten.slice.Tensor, x, 1, 0, columns)
+        if one.is_mask:
+            [x] = traced(first, unpack, *inputs)
+        else:
+            x = _call(first, ops.dequantize, *inputs, QUANTIZER, value.dtype)
+            columns = value.shape[order[-1]]
+            if columns != x.meta["val"].shape[1]:
+                x = _call(first, aten.slice.Tensor, x, 1, 0, columns)
         sizes = [value.shape[dim] for dim in order]
         given_sizes = [size if isinstance(size, int) else size_node(size, backward) or -1 for size in sizes]
         x = _call(first, aten.reshape.default, x, given_sizes)

@@ -63,6 +63,21 @@ class OneParameter(Mlp):
         return x + self.down(nn.functional.silu(gate) * up)
 
 
+class ClampedMlp(OneParameter):
+    """gpt-oss', whose one product makes gate and up in turns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.gate_up(self.norm(x))
+        gate, up = both[..., ::2].clamp(max=7.0), both[..., 1::2].clamp(-7.0, 7.0)
+        return x + self.down((up + 1) * (gate * torch.sigmoid(1.702 * gate)))
+
+
+def clamped_mlp_saved() -> Case:
+    x = torch.randn(16384, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    options = {"recipe": "delayed", "saved": "low_precision"}
+    return torch.compile(ClampedMlp(4096, 14336), backend="te", fullgraph=True, options=options), (x,)
+
+
 def _one_parameter(recipe: str) -> Case:
     x = torch.randn(2, 8192, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     return torch.compile(OneParameter(4096, 14336), backend="te", fullgraph=True, options={"recipe": recipe}), (x,)
