@@ -22,6 +22,7 @@ SHAPES = {
     "tiny": sizes(64, 128, 1, 2, 2),
     "0.6b": sizes(1024, 3072, 28, 16, 8),  # Qwen3-0.6B's, with heads of 64
     "1b": sizes(2048, 8192, 16, 32, 8),  # Llama-3.2-1B's
+    "1.7b": sizes(2048, 6144, 28, 16, 8),  # Qwen3-1.7B's
     "8b": sizes(4096, 14336, 32, 32, 8),  # Llama-3-8B's
 }
 

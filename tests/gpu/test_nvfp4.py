@@ -253,7 +253,7 @@ def test_store(size, dtype):
 def test_training_with_stored_weights_in_cuda_graphs():
     torch.manual_seed(0)
     model = nn.Linear(512, 256, bias=False, device="cuda", dtype=torch.bfloat16)
-    run = torch.compile(model, backend="te", mode="reduce-overhead", options={"policy": {"*": "nvfp4_weight_only"}})
+    run = torch.compile(model, backend="te", options={"mode": "reduce-overhead", "policy": {"*": "nvfp4_weight_only"}})
     x = torch.randn(64, 512, device="cuda", dtype=torch.bfloat16)
     for _ in range(4):
         torch.compiler.cudagraph_mark_step_begin()
