@@ -131,9 +131,9 @@ def save(
     known = {node.name: node for node in forward.nodes}
     cast = [one for one in found if one.refusal is None]
     for mask, node in {mask: one.node for one in cast for mask in one.masks}.items():
-        _save(forward, backward, Saved(node, mask, compute_in_forward(mask, known)))
+        _save(forward, backward, Saved(node, mask, mask), known)
     for one in {one.read: one for one in cast}.values():
-        _save(forward, backward, one)
+        _save(forward, backward, one, known)
     for node in {one.node: None for one in cast}:
         _let_go(forward, backward, node)
     if cast:
@@ -143,14 +143,14 @@ def save(
     return found
 
 
-def _save(forward: fx.Graph, backward: fx.Graph, one: Saved) -> None:
+def _save(forward: fx.Graph, backward: fx.Graph, one: Saved, known: dict[str, fx.Node]) -> None:
     """Has the forward save two tensors, of which the backward's readers of a value compute it."""
-    _read(backward, one, *_write(forward, one))
+    _read(backward, one, *_write(forward, one, compute_in_forward(one.read, known)))
 
 
-def _write(forward: fx.Graph, one: Saved) -> tuple[fx.Node, fx.Node]:
+def _write(forward: fx.Graph, one: Saved, source: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Has the forward return codes and scales behind the value, or two words for each 128 of a mask's."""
-    source, order = one.source, one.order
+    order = one.order
     with forward.inserting_before(source.next):
         x = source if order == sorted(order) else _call(source, aten.permute.default, source, order)
         x = _call(source, aten.reshape.default, x, [-1, LANES if one.is_mask else one.value.shape[order[-1]]])

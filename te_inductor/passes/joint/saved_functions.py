@@ -10,7 +10,8 @@ these would give other numbers:
   (`saved_masks`): the derivative of ReLU asks whether a value is above zero, and E4M3 has zeros where the value has none;
 - a division by the value, its logarithm or square root: by such a zero;
 - a difference with what is no function of it: of a large value that leaves its error alone, as LayerNorm's deviation
-  from the mean or a loss's from its target. Where all readers read the difference, that is saved in the value's place;
+  from the mean or a loss's from its target. Where all readers read the difference, that is saved in the value's place,
+  also where the forward would not compute it;
 - exponentials, sines: an error of a large argument is a factor of the result. `1 / (1 + exp(-x))` is a sigmoid, and
   `exp(-x^2)` decays;
 - products of matrices, softmax, attention, normalization over rows: these add up errors, or rely on sums.
@@ -57,7 +58,7 @@ aten = torch.ops.aten
 WIDE = (torch.bfloat16, torch.float16, torch.float32)
 _COPIES = (aten.clone.default, aten.alias.default, aten.neg.default)
 _PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
-_SUMS = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar)
+SUMS = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar)
 _QUOTIENTS = (aten.div.Tensor, aten.div.Scalar)
 _POWERS = (aten.pow.Tensor_Scalar,)
 _CHOICES = (aten.index.Tensor, aten.where.self)
@@ -160,7 +161,7 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, Dependence]) -> Dependence | None:
         return Dependence.BOUNDED
     if node.target is aten.reciprocal.default and _is_one_and_exp(node.args[0]):  # in SiLU's backward, by torch 2.11
         return Dependence.BOUNDED
-    rules = ((_PRODUCTS, _product), (_POWERS, _power), (_QUOTIENTS, _quotient), (_SUMS, _sum))
+    rules = ((_PRODUCTS, _product), (_POWERS, _power), (_QUOTIENTS, _quotient), (SUMS, _sum))
     for targets, rule in rules:
         if node.target in targets and not node.kwargs:
             return rule(node, first, second)
@@ -202,7 +203,7 @@ def _quotient(node: fx.Node, first: Dependence | None, second: Dependence | None
 
 def _is_one_and_exp(node: Any) -> bool:
     """Whether it is `1 + exp(u)`."""
-    sums = isinstance(node, fx.Node) and node.target in _SUMS[:2] and not node.kwargs
+    sums = isinstance(node, fx.Node) and node.target in SUMS[:2] and not node.kwargs
     return sums and _number(node.args[1]) == 1 and getattr(node.args[0], "target", None) is aten.exp.default
 
 
@@ -213,7 +214,7 @@ def _sum(node: fx.Node, first: Dependence | None, second: Dependence | None) -> 
     kind, number = first or second, _number(other)
     if number is None:
         return Dependence.LINEAR if kind is Dependence.LINEAR and _is_bias(node, other) else None
-    above = kind is Dependence.SQUARE and number >= 0 and node.target in _SUMS[:2]
+    above = kind is Dependence.SQUARE and number >= 0 and node.target in SUMS[:2]
     return Dependence.BOUNDED if above or kind is Dependence.BOUNDED else None
 
 

@@ -46,29 +46,29 @@ def refuse_mask(mask: fx.Node, known: Mapping[str, fx.Node]) -> Refusal | None:
     return None
 
 
-def new_in_forward(mask: fx.Node, known: Mapping[str, fx.Node]) -> list[fx.Node] | None:
-    """The nodes of the backward that the forward would have to compute for a mask, in their order; None where it does
+def new_in_forward(value: fx.Node, known: Mapping[str, fx.Node]) -> list[fx.Node] | None:
+    """The nodes of the backward that the forward would have to compute for a value, in their order; None where it does
     not compute single elements of what it has."""
-    start = [] if is_known(mask, known) else [mask]
+    start = [] if is_known(value, known) else [value]
     new = reached(start, lambda node: [one for one in node.all_input_nodes if not is_known(one, known)])
     if not all(_is_elementwise(one) or one.target in _FILLS for one in new):
         return None
-    return [node for node in mask.graph.nodes if node in new]
+    return [node for node in value.graph.nodes if node in new]
 
 
-def compute_in_forward(mask: fx.Node, known: Mapping[str, fx.Node]) -> fx.Node:
-    """The mask as the forward has it, which copies it behind what it is made of."""
-    if is_known(mask, known):
-        return known[mask.name]
+def compute_in_forward(value: fx.Node, known: Mapping[str, fx.Node]) -> fx.Node:
+    """A value of the backward as the forward has it, which copies it behind what it is made of."""
+    if is_known(value, known):
+        return known[value.name]
     copies = dict[fx.Node, fx.Node]()
-    new = new_in_forward(mask, known) or []
+    new = new_in_forward(value, known) or []
     read = {known[one.name] for node in new for one in node.all_input_nodes if one not in new}
     graph = next(iter(read)).graph
     *_, last = (node for node in graph.nodes if node in read)
     for node in new:
         with graph.inserting_before(last.next):
             last = copies[node] = graph.node_copy(node, lambda one: copies.get(one) or known[one.name])
-    return copies[mask]
+    return copies[value]
 
 
 def pack(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # (N, LANES) to N words of the first half, and N

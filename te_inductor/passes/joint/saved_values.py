@@ -26,8 +26,8 @@ from te_inductor.passes.graph.node_kinds import (
 from te_inductor.passes.graph.values import bytes_of
 from te_inductor.passes.graph.walks import back_past, reached
 from te_inductor.passes.joint.saved_checkpoints import Recomputation, is_computed_again
-from te_inductor.passes.joint.saved_functions import WIDE, functions_of, name_of
-from te_inductor.passes.joint.saved_masks import is_known, is_mask, refuse_mask
+from te_inductor.passes.joint.saved_functions import SUMS, WIDE, functions_of, name_of
+from te_inductor.passes.joint.saved_masks import is_known, is_mask, new_in_forward, refuse_mask
 from te_inductor.recipes import Quantizer
 
 aten = torch.ops.aten
@@ -44,13 +44,13 @@ class Saved:
     read: (
         fx.Node
     )  # what is cast in its place: of the backward, the input of the same name, or what alone is computed of it
-    source: fx.Node  # and of the forward
+    source: fx.Node  # and of the forward, or what the forward would compute it of
     refusal: Refusal | None = None  # why it is saved as it is
     masks: tuple[fx.Node, ...] = ()  # comparisons of the backward that are saved beside it
 
     @property
     def value(self) -> torch.Tensor:
-        return self.source.meta["val"]  # type: ignore[no-any-return]
+        return self.read.meta["val"]  # type: ignore[no-any-return]
 
     @property
     def is_mask(self) -> bool:
@@ -114,19 +114,19 @@ def _held(node: fx.Node, held: set[Any]) -> Refusal | None:
     return None
 
 
-def _of_sizes(source: fx.Node, backward: fx.Graph) -> Refusal | None:
-    value = tensor_of(source)
+def _of_sizes(read: fx.Node, backward: fx.Graph) -> Refusal | None:
+    value = tensor_of(read)
     assert value is not None
     if not isinstance(value.shape[-1], int) or in_memory_order(value) is None:
         return Refusal("the size of its last dimension, or its order in memory, is not known before it runs")
     unknown = [size for size in value.shape if not isinstance(size, int) and size_node(size, backward) is None]
     if len(unknown) > 1:
         return Refusal("several of its sizes are not known before it runs")
-    return _too_long(source) if _bytes_cast(value) > MOST * bytes_of(value) else None
+    return _too_long(read) if _bytes_cast(value) > MOST * bytes_of(value) else None
 
 
-def _too_long(source: fx.Node) -> Refusal:
-    value = source.meta["val"]
+def _too_long(read: fx.Node) -> Refusal:
+    value = read.meta["val"]
     last = value.shape[in_memory_order(value)[-1]]  # type: ignore[index]
     return Refusal("rows of %s values take as many bytes with a scale for each 128 of them", last)
 
@@ -175,14 +175,15 @@ class _BackwardReads:
 
     def chain(self, node: fx.Node) -> list[fx.Node]:
         """A chain of functions of single elements, each of which alone reads the one before, that the forward computes
-        too: the last is saved in the place of the first. Masks are apart, and casts and views at its end are left to the
-        backward."""
+        too, or could as a sum: the last is saved in the place of the first. Masks are apart, and casts and views at its
+        end are left to the backward."""
         chain = [node]
         while len(readers := self._readers(chain[-1])) == 1:
             [user] = readers
             others = [one for one in user.all_input_nodes if one is not chain[-1]]
             computed = user not in self.later and (is_pointwise(user) or is_view(user))
             known = all(is_known(one, self.known) for one in (user, *others))
+            known = known or (user.target in SUMS and new_in_forward(user, self.known) is not None)
             if not computed or not known or not is_as_large(user, node):
                 break
             chain.append(user)
@@ -221,16 +222,16 @@ class _BackwardReads:
         return [found]
 
     def _part(self, node: fx.Node, chain: list[fx.Node], backward: fx.Graph, held: set[Any]) -> Saved:
-        read, source = chain[-1], self.known[chain[-1].name]
+        read, source = chain[-1], next(self.known[one.name] for one in chain[::-1] if is_known(one, self.known))
         refusal = self.refuse(source) or _held(node, held)
         if source.meta["val"].dtype is torch.bool:
             return Saved(node, read, source, refusal or self._of_mask(read))
-        refusal = refusal or _of_sizes(source, backward) or _of_origin(node)
+        refusal = refusal or _of_sizes(read, backward) or _of_origin(node)
         masks = refusal or self._of_readers(chain, source)
         if isinstance(masks, Refusal):
             return Saved(node, read, source, masks)
         found = Saved(node, read, source, None, tuple(masks))
-        return found if found.bytes_after <= MOST * found.bytes_before else replace(found, refusal=_too_long(source))
+        return found if found.bytes_after <= MOST * found.bytes_before else replace(found, refusal=_too_long(read))
 
     def _of_mask(self, mask: fx.Node) -> Refusal | None:
         whole = [user for user in mask.users if not (is_pointwise(user) or is_view(user))]
