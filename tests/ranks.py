@@ -12,8 +12,8 @@ A test names the cases that it wants, with their words, and gets by case what ea
         for found in told["sums current"]: ...
 
 Each case has a process group and warnings of its own. Graphs are not compiled (tests/uncompiled.py), except those of
-"compiled CASE"; they go through AOTAutograd where the module's ranks see them, or the case asks for it. Where a rank
-fails the others are ended, as they may wait for it."""
+"compiled CASE"; they go through AOTAutograd where the module's ranks see them, or the case asks for it, or under
+`--whole`. Where a rank fails the others are ended, as they may wait for it."""
 
 import contextlib
 import fcntl
@@ -168,6 +168,7 @@ def one(module: str, world: int, device: str, cases: str, rank: int, folder: str
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}  # as torch's launchers do
     of_module = importlib.import_module(module)
     make = getattr(of_module, "Rank", Rank)
+    assert issubclass(make, Rank), "this module is not the one that cases import"
     make.device = device
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -206,9 +207,9 @@ def one(module: str, world: int, device: str, cases: str, rank: int, folder: str
 
 def _told(rank: Rank, compiled: bool, traced: bool, case: Callable[..., Any], words: list[str]) -> dict[str, Any]:
     from te_inductor import compat
-    from tests import uncompiled
+    from tests import hastened, uncompiled
 
-    traced = traced or type(rank).see is not Rank.see
+    traced = traced or type(rank).see is not Rank.see or hastened.WHOLE in os.environ
     of_graphs = functools.partial(uncompiled.compile_fx, see=rank.see) if traced else uncompiled.run_rewritten
     compile_fx = compat.compile_fx if compiled else of_graphs
     with contextlib.ExitStack() as stack:
@@ -251,8 +252,15 @@ def every(module: str, world: int, device: str, cases: str) -> int:
         return len(failed)
 
 
+def main(module: str, world: str, device: str, cases: str, *of_one: str) -> int:
+    if not of_one:
+        return every(module, int(world), device, cases)
+    rank, folder = of_one
+    one(module, int(world), device, cases, int(rank), folder)
+    return 0
+
+
 if __name__ == "__main__":
-    given = (sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4])
-    if len(sys.argv) == 5:
-        sys.exit(every(*given))
-    one(*given, int(sys.argv[5]), sys.argv[6])
+    from tests import ranks as imported  # modules of cases derive their ranks from its `Rank`, not from this one's
+
+    sys.exit(imported.main(*sys.argv[1:]))

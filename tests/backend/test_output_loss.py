@@ -14,7 +14,7 @@ from te_inductor.passes.pre_grad.loss import match
 from te_inductor.runtime.omitted_logits import OmittedLogits
 from tests.losses import error
 
-pytestmark = pytest.mark.usefixtures("without_codegen")
+pytestmark = pytest.mark.usefixtures("without_tracing")
 
 WIDTH, WORDS = 32, 96
 
@@ -186,11 +186,15 @@ def how(report):
     return [(site.how, site.reason) for site in report.losses]
 
 
+TRACED = ("z-loss", "probabilities of chosen words", "mean")
+
+
 @pytest.mark.parametrize(
     ("form", "recipe"),
     [
-        *((form, "current") for form in FORMS),
-        *(("shifted labels", recipe) for recipe in ("delayed", "rowwise")),
+        *(pytest.param(form, "current", marks=[pytest.mark.traced] * (form in TRACED)) for form in FORMS),
+        pytest.param("shifted labels", "delayed", marks=pytest.mark.traced),
+        ("shifted labels", "rowwise"),
     ],
 )
 def test_losses_as_models_write_them(form, recipe):
@@ -373,7 +377,7 @@ USES = (
 
 
 @pytest.mark.quick("None-none", "30-delayed")
-@pytest.mark.parametrize("recipe", ["none", "delayed"])
+@pytest.mark.parametrize("recipe", ["none", pytest.param("delayed", marks=pytest.mark.traced)])
 @pytest.mark.parametrize("count", [None, 30])
 def test_logits_of_transformers_are_left_out(llama, recipe, count):
     """The model returns its logits beside the loss: in training they are sizes alone, whose use is an error that says
@@ -445,6 +449,7 @@ def test_an_option_that_does_not_reach_says_so(llama):
     assert not isinstance(logits, OmittedLogits)
 
 
+@pytest.mark.traced
 def test_sums_of_dynamic_lengths():
     torch._dynamo.reset()
     program = Head(z_loss_of_all)
