@@ -34,27 +34,37 @@ def decomposed(monkeypatch):
     monkeypatch.setattr(compat, "compile_fx", made)
 
 
-class Block(nn.Module):
-    """Llama's."""
+class Attending(nn.Module):
+    """The first half of Llama's block."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(HIDDEN), nn.RMSNorm(HIDDEN)
+        self.norm = nn.RMSNorm(HIDDEN)
         self.q, self.k, self.v, self.o = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(4))
+
+    def forward(self, x):  # (batch, tokens, HIDDEN)
+        h = self.norm(x)
+        q, k, v = (layer(h).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    """The second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(HIDDEN)
         self.gate, self.up = nn.Linear(HIDDEN, FFN, bias=False), nn.Linear(HIDDEN, FFN, bias=False)
         self.down = nn.Linear(FFN, HIDDEN, bias=False)
 
-    def forward(self, x):  # (batch, tokens, HIDDEN)
-        h = self.norm1(x)
-        q, k, v = (layer(h).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        h = self.norm2(x)
+    def forward(self, x):
+        h = self.norm(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
-def blocks():
+def layers(*behind):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(HIDDEN, HIDDEN), Block(), Block()).bfloat16()
+    return nn.Sequential(nn.Linear(HIDDEN, HIDDEN), *(make() for make in behind or (Mlp,))).bfloat16()
 
 
 def step(model, shape=(1, 128), recipe="delayed", **options):
@@ -90,25 +100,25 @@ def error(found, expected):
 def test_a_block_saves_less(recipe):
     """Residuals, gate and up take half; attention's q, k, v and output stay. Gradients are further off than FP8's by
     less than FP8's own error."""
-    model = blocks()
+    model = layers(Attending, Mlp)
     high, exact = step(model, recipe="none")
     fp8, by_fp8 = step(model, recipe=recipe)
     low, by_low = step(model, recipe=recipe, saved="low_precision", fallback="error")
-    share = 0.57 if recipe == "delayed" else 0.7  # with scales of blocks, copies of layers' inputs are saved too
-    assert low < 0.78 * fp8 and low < share * high, (high, fp8, low)
+    share = 0.57 if recipe == "delayed" else 0.73  # with scales of blocks, copies of layers' inputs are saved too
+    assert low < 0.79 * fp8 and low < share * high, (high, fp8, low)
     assert 0 < error(by_low, by_fp8) < error(by_fp8, exact), (error(by_low, by_fp8), error(by_fp8, exact))
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
-def test_experts_save_less(recipe):
+@pytest.mark.parametrize(("recipe", "split"), [("delayed", True), ("rowwise", False)])
+def test_experts_save_less(recipe, split):
     """Gate and up of experts, and what experts give, which the gradients of the router's weights read."""
     torch.manual_seed(0)
-    model = nn.Sequential(MoE(inner=FFN // 2, hidden=HIDDEN), MoE(split=True, inner=FFN // 2, hidden=HIDDEN)).bfloat16()
+    model = nn.Sequential(MoE(split=split, inner=FFN // 2, hidden=HIDDEN)).bfloat16()
     given = {"recipe": recipe, "policy": {"*.gate": "none", "*": recipe}, "shape": (256,)}
     high, exact = step(model, recipe="none", shape=(256,))
     fp8, by_fp8 = step(model, **given)
     low, by_low = step(model, **given, saved="low_precision", fallback="error")
-    assert low < 0.62 * fp8 and low < 0.46 * high, (high, fp8, low)
+    assert low < 0.63 * fp8 and low < 0.46 * high, (high, fp8, low)
     assert 0 < error(by_low, by_fp8) < error(by_fp8, exact), (error(by_low, by_fp8), error(by_fp8, exact))
 
 
@@ -129,17 +139,17 @@ class Checkpointed(nn.Module):
 def test_a_checkpoint_keeps_half():
     """Blocks' inputs are all that is saved. In the table they are what norms read."""
     torch.manual_seed(0)
-    model = Checkpointed(Block(), Block()).bfloat16()
+    model = Checkpointed(Mlp(), Mlp()).bfloat16()
     _, exact = step(model, recipe="none")
-    fp8, by_fp8 = step(model)
-    low, by_low = step(model, saved="low_precision", fallback="error")
+    fp8, by_fp8 = step(model, recipe="current")
+    low, by_low = step(model, recipe="current", saved="low_precision", fallback="error")
     spared = 2 * 128 * HIDDEN * (2 - 1 - 4 / 128)  # of two inputs in bf16, with a scale for each 128 values
     assert fp8 - low == spared, (fp8, low)
     assert 0 < error(by_low, by_fp8) < error(by_fp8, exact), (error(by_low, by_fp8), error(by_fp8, exact))
-    options = {"recipe": "delayed", "policy": {"*": "delayed"}, "saved": "low_precision"}
+    options = {"policy": {"*": "current"}, "saved": "low_precision"}
     found = te_inductor.explain(model, torch.randn(1, 128, HIDDEN, dtype=torch.bfloat16), options=options)
     rows = [(one.fqn, one.reason) for one in found.saved if one.bytes_before > 1024]
-    assert rows == [("layers.0.norm1", None), ("layers.1.norm1", None)]
+    assert rows == [("layers.0.norm", None), ("layers.1.norm", None)]
 
 
 class Scores(nn.Module):
@@ -214,8 +224,8 @@ def test_checkpoints_that_stay(layer, given, reason):
 
 def test_explain_tells_what_a_compile_saves(monkeypatch):
     """Row by row, and leaves no state, as it runs nothing of what it traces."""
-    model, x = blocks(), torch.randn(1, 128, HIDDEN, dtype=torch.bfloat16)
-    given = {"recipe": "delayed", "policy": {"*": "delayed"}, "saved": {"*.norm?": "low_precision"}}
+    model, x = layers(Mlp, Mlp, Mlp), torch.randn(1, 128, HIDDEN, dtype=torch.bfloat16)
+    given = {"recipe": "delayed", "policy": {"*": "delayed"}, "saved": {"*.norm": "low_precision"}}
     found = te_inductor.explain(model, x, options=given)
     assert not te_inductor.state_dict(model) and all(one.grad is None for one in model.parameters())
     told = []
@@ -223,27 +233,23 @@ def test_explain_tells_what_a_compile_saves(monkeypatch):
     torch.compile(model, backend="te", options=given)(x)
     assert found.saved == told and {one.reason is None for one in told} == {True, False}
     cast = [(one.fqn, one.maker, one.shape) for one in found.saved if one.reason is None]
-    assert ("1.norm2", "1", (1, 128, HIDDEN)) in cast, cast
+    assert ("2.norm", "1", (1, 128, HIDDEN)) in cast, cast
     text = str(found)
-    assert "option 'saved' says so" in text and re.search(r"^\*\.norm2 +2 .* 128 x 256 bfloat16", text, re.M), text
+    assert "option 'saved' says so" in text and re.search(r"^2-3\.norm +2 .* 128 x 256 bfloat16", text, re.M), text
     assert not te_inductor.explain(model, x, options={"recipe": "delayed"}).saved
 
 
 def test_a_policy_names_the_modules_that_read():
-    model = blocks()
-    fp8, _ = step(model)
-    both, _ = step(model, saved="low_precision")
-    norms, _ = step(model, saved={"*.norm?": "low_precision"})
-    others, _ = step(model, saved={"*.norm?": "high_precision", "*": "low_precision"})
+    high_precision_of_norms = {"*.norm": "high_precision", "*": "low_precision"}
+    policies = ("high_precision", "low_precision", {"*.norm": "low_precision"}, high_precision_of_norms)
+    fp8, both, norms, others = (step(layers(), recipe="current", saved=one)[0] for one in policies)
     assert both < others < norms < fp8
     assert (fp8 - norms) + (fp8 - others) == fp8 - both
 
 
 def test_a_glob_that_matches_nothing_is_said():
-    with pytest.warns(
-        FallbackWarning, match=r"'saved' has no effect here: found '\*\.nrom\?', expected globs of .*norm1"
-    ):
-        step(blocks(), saved={"*.nrom?": "low_precision"})
+    with pytest.warns(FallbackWarning, match=r"'saved' has no effect here: found '\*\.nrom', expected globs of .*norm"):
+        step(layers(), recipe="current", saved={"*.nrom": "low_precision"})
 
 
 def test_nothing_to_save_is_said():
@@ -260,7 +266,7 @@ def test_a_failure_of_ours_leaves_the_program_as_it_was(monkeypatch):
         raise RuntimeError("a fault of ours")
 
     monkeypatch.setattr(low_precision_saves, "decide", fails)
-    model, x = blocks(), torch.randn(1, 64, HIDDEN, dtype=torch.bfloat16)
+    model, x = layers(), torch.randn(1, 64, HIDDEN, dtype=torch.bfloat16)
     with pytest.warns(FallbackWarning, match="a fault of ours"):
         torch.compile(model, backend="te", options={"policy": {"*": "current"}, "saved": "low_precision"})(
             x
@@ -269,7 +275,7 @@ def test_a_failure_of_ours_leaves_the_program_as_it_was(monkeypatch):
 
 
 def test_inference_is_as_it_was():
-    model, x = blocks(), torch.randn(1, 64, HIDDEN, dtype=torch.bfloat16)
+    model, x = layers(), torch.randn(1, 64, HIDDEN, dtype=torch.bfloat16)
     found = []
     for saved in ("high_precision", "low_precision"):
         torch._dynamo.reset()
@@ -280,7 +286,7 @@ def test_inference_is_as_it_was():
 
 
 def test_a_dynamic_length():
-    model = blocks()
+    model = layers()
     run = torch.compile(
         model, backend="te", dynamic=True, options={"policy": {"*": "current"}, "saved": "low_precision"}
     )
