@@ -105,7 +105,7 @@ def sources():
 
 
 @pytest.mark.parametrize("shape", [pytest.param("tiny"), pytest.param("tiny-moe", marks=pytest.mark.thorough)])
-def test_curves_go_on(shape, sources, tmp_path, monkeypatch, without_codegen):
+def test_curves_go_on(shape, sources, tmp_path, monkeypatch, without_tracing):
     """A run that stops once has the log of one that does not; another run is not continued."""
     monkeypatch.setattr(curves, "FLUSH", 2)
     shared = text.prepare(tmp_path / "text", roots=sources, vocabulary=curves.WORDS)

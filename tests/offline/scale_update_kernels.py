@@ -55,8 +55,7 @@ def run(recipe: DelayedScaling, element: str, others: torch.Tensor | None, heals
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for length, algorithm in itertools.product((1, 2, 5, 16), ("max", "most_recent")):
+    for number, (length, algorithm) in enumerate(itertools.product((1, 2, 5), ("max", "most_recent"))):
         recipe = DelayedScaling(amax_history_len=length, amax_compute_algo=algorithm, margin=length % 2)
-        run(recipe, "e4m3", None)
-        run(recipe, "e4m3", None, heals=True)
+        run(recipe, "e4m3", None, heals=number % 3 == 0)  # lengths of 1 and 2, by either algorithm
     run(DelayedScaling(amax_history_len=3), "e5m2", torch.rand(4 * len(CONTENTS)).mul(4).round())
