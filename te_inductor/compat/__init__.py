@@ -57,5 +57,6 @@ from te_inductor.compat.wrappers import (
     is_sharded_module,
     local_of,
     mesh_of_dtensor,
+    name_in_ddp,
     shard_of,
 )

@@ -154,6 +154,13 @@ def ddp_group_of(parameter: torch.Tensor) -> Any:
     return ddp.process_group if known else None
 
 
+def name_in_ddp(parameter: torch.Tensor) -> str | None:
+    """The name of a parameter in the DistributedDataParallel whose forward runs; None where there is neither."""
+    ddp = _active_ddp()
+    names = () if ddp is None else ddp.module.named_parameters()
+    return next((name for name, one in names if one is parameter), None)
+
+
 def guard_on_wrappers() -> None:
     """Have Dynamo compile anew where there is a default process group and was none, or the other way round, or where
     another DistributedDataParallel's forward runs, if `ddp_group_of` finds another process group by it."""

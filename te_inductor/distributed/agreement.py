@@ -15,7 +15,11 @@ of the default process group and not by a collective, which itself could wait fo
    before a CUDA graph is captured.
 
 After a wait in vain this rank waits no more for ranks that have not begun. After a yes, ranks that do not call the
-graph equally often wait for each other in the collective, as they would in those of DDP.
+graph equally often wait for each other in the collective, as they would in those of DDP. Ranks that call several graphs
+in another order than each other would not wait, where these have as many quantizers: each would take the amaxes of other
+layers. So each rank keeps the list of its calls, and compares it with that of the first rank to come as far: `CallOrder`.
+It does so behind each of the first calls, then behind ever more of them, 64 at most, so that a step asks the store seldom.
+The list also says how often state was loaded, which one rank must not do alone.
 
 Nor may a rank leave the others alone where it compiles a layer anew, for a batch of another size: a last one, which is
 smaller, or empty. What is decided by the number of rows, on one rank alone, would have it reduce other amaxes than they
@@ -29,15 +33,19 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
 from torch import distributed as dist
 
+from te_inductor import compat
 from te_inductor.diagnostics import amaxes_have_no_group, amaxes_stay_local, say
 from te_inductor.distributed import amax_groups
 from te_inductor.distributed.amax_groups import AmaxGroup
 from te_inductor.errors import StateError
+from te_inductor.tensor_tables import TensorTable
 
 PATIENCE = 60.0  # seconds; until another rank begins to compile the graph
 PATIENCE_OF_COMPILES = 600.0  # seconds; until a rank that compiles the graph calls it
+MOST_CALLS = 64  # of graphs that reduce amaxes, between two looks at their order on other ranks
 _PAUSE, _LOOK = 0.01, 0.2  # seconds; between looks at the decision, and at the other ranks
 _YES = "yes"
 
@@ -48,6 +56,47 @@ class Agreement:
 
     name: str
     group: AmaxGroup
+
+
+@dataclass
+class CallOrder:
+    """The calls of graphs that reduce amaxes over the same group, in the order in which this rank makes them."""
+
+    world: "_World"
+    group: AmaxGroup
+    before: int = 0  # calls that were compared with those of another rank
+    calls: list[str] = field(default_factory=list)  # those behind them
+    names: TensorTable[str] = field(default_factory=TensorTable)  # of layers, by the first parameter of a call
+    unnamed: int = 0  # layers that no wrapper names, which are told apart by their order
+    looked: list[str] = field(default_factory=list)  # the keys of the last comparisons
+
+    def note(self, agreement: Agreement, parameter: Tensor, loads: int) -> None:
+        """Is called before each call of a graph whose ranks have agreed; `loads` is how often its state was loaded.
+
+        Raises:
+            StateError: another rank has made other calls.
+        """
+        name = self.names.get(parameter, None)
+        if name is None:
+            name = compat.name_in_ddp(parameter)
+            if name is None:
+                name, self.unnamed = f"layer {self.unnamed}", self.unnamed + 1
+            self.names[parameter] = name
+        self.calls.append(f"{name} (graph {agreement.name}, {loads} loads of its state)")
+        if len(self.calls) > min(self.before // 8, MOST_CALLS - 1):
+            self._compare()
+
+    def _compare(self) -> None:
+        own, self.calls = self.calls, []
+        self.looked.append(f"order/{_digest(_known_as(self.group))}/{self.before}")
+        first, others = self.world.first(self.looked[-1], json.dumps([self.world.rank, *own]))
+        if len(self.looked) > 8:  # no rank is that far behind
+            oldest = self.looked.pop(0)
+            self.world.delete(*[oldest] if self.world.rank == self.group.ranks[0] else [])
+        for place, (call, other) in enumerate(zip(own, others, strict=True)):
+            if call != other:
+                raise StateError(out_of_order(self.world.rank, call, first, other, self.before + place))
+        self.before += len(own)
 
 
 @dataclass
@@ -66,6 +115,7 @@ class _World:
     interpreted: dict[tuple[Any, ...], bool] = field(default_factory=dict)
     # Whether layers run in low precision in a graph, and the agreements of that.
     forms: dict[Hashable, tuple[bool, Sequence[Agreement]]] = field(default_factory=dict)
+    orders: dict[AmaxGroup, CallOrder] = field(default_factory=dict)
     said: bool = False  # that ranks did not agree
     said_no_group: bool = False
 
@@ -82,6 +132,10 @@ class _World:
     def delete(self, *keys: str) -> None:
         for key in keys:
             self.store.delete_key(f"{self.prefix}/{key}")
+
+    def order(self, group: AmaxGroup) -> CallOrder:
+        """The order of calls that reduce amaxes over a group."""
+        return self.orders.get(group) or self.orders.setdefault(group, CallOrder(self, group))
 
     @property
     def timeout(self) -> float:
@@ -104,9 +158,16 @@ _LOCK = threading.Lock()  # a rank waits at one agreement at a time
 def agreement_of(group: AmaxGroup, quantizers: object) -> Agreement:
     """The same on each of the group's ranks that has the same quantizers. In a mesh of several dimensions the process
     groups have other names on other ranks."""
-    one = group.names if len(group.names) == 1 else len(group.names)
-    digest = hashlib.sha256(repr((one, group.ranks, quantizers)).encode()).hexdigest()
-    return Agreement(digest[:16], group)
+    return Agreement(_digest((*_known_as(group), quantizers)), group)
+
+
+def _known_as(group: AmaxGroup) -> tuple[Any, ...]:
+    """What all of its ranks know a group by."""
+    return group.names if len(group.names) == 1 else len(group.names), group.ranks
+
+
+def _digest(known: object) -> str:
+    return hashlib.sha256(repr(known).encode()).hexdigest()[:16]
 
 
 def announce(agreement: Agreement) -> None:
@@ -132,9 +193,10 @@ def note_no_group(fqns: Sequence[str], fallback: str) -> None:
         say(amaxes_have_no_group(fqns), "warn" if fallback == "error" else fallback)
 
 
-def settle(agreements: Sequence[Agreement], fallback: str) -> None:
+def settle(agreements: Sequence[Agreement], fallback: str) -> list[tuple[CallOrder, Agreement]]:
     """Is called before each call of a graph: at the first one, decides with all ranks of each group whether it reduces
-    amaxes. Say so where it does not: once a process group, or as an error at each call.
+    amaxes. Say so where it does not: once a process group, or as an error at each call. Returns the agreements of those
+    groups over which it does, with the order of such calls.
 
     Raises:
         FallbackError: with ``fallback="error"``, where ranks do not agree.
@@ -154,6 +216,8 @@ def settle(agreements: Sequence[Agreement], fallback: str) -> None:
         if world.decisions[name] != _YES and (fallback == "error" or not world.said):
             world.said = True
             say(amaxes_stay_local(world.decisions[name]), fallback)
+    agreed = [one for one in agreements if world.decisions[one.name] == _YES and not world.is_fake]
+    return [(world.order(one.group), one) for one in agreed]
 
 
 def note_forms(agreements: Sequence[Agreement], layers: Iterable[tuple[Hashable, bool]]) -> None:
@@ -256,6 +320,16 @@ def alone(rank: int, missing: Sequence[int], waited: float) -> str:
         f" {'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}, with which its layers exchange"
         " tensors, expected all of these ranks; call the model, and te_inductor.load_state_dict, on all ranks equally"
         " often"
+    )
+
+
+def out_of_order(rank: int, call: str, first: int, other: str, number: int) -> str:
+    """The text of the error about a rank whose calls of graphs are not those of the first one."""
+    return (
+        f"rank {rank} reduces amaxes of delayed scaling with those of other layers, or other state, of rank {first}: call"
+        f" {number} of those that reduce over the same ranks is of {call}, and on rank {first} of {other}; expected these"
+        " ranks to call the same layers in one order, and te_inductor.load_state_dict equally often; have them do so, or"
+        " pass options={'amax_group': 'none'}"
     )
 
 

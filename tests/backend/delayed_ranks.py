@@ -148,6 +148,36 @@ def apart(rank: Rank, kind: str) -> Any:
     return _amaxes(model)
 
 
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Model(1), Model(1)
+
+    def forward(self, x, swapped):
+        blocks = [self.first, self.second]
+        return sum(block(x) for block in (reversed(blocks) if swapped else blocks))
+
+
+def other_calls(rank: Rank, kind: str) -> Any:
+    """What ranks are told, of which the second one runs compiled blocks in another "order" in the last step, or has
+    "loaded" state before it; each in DDP."""
+    model = Both()
+    for block in (model.first, model.second):
+        block.compile(backend="te", options={"recipe": DelayedScaling(amax_history_len=4)})
+    ddp = DistributedDataParallel(model)
+    for _ in range(2):
+        ddp(torch.ones(8, 32), False).sum().backward()
+    if rank.rank and kind == "loaded":
+        te_inductor.load_state_dict(model, te_inductor.state_dict(model))
+    try:
+        ddp(torch.ones(8, 32), rank.rank == 1 and kind == "order")
+    except StateError as error:
+        for _ in model.children():  # so that the other rank does not wait for the amaxes of each block
+            dist.all_reduce(torch.zeros(2), dist.ReduceOp.MAX)
+        return str(error)
+    return ""
+
+
 def other_rows(rank: Rank, kind: str) -> Any:
     """The newest amaxes of the first layer's input, where the second rank's last batch is "empty", or where it weighs
     layers otherwise by then: it leaves the first one in high precision ("less"), or has both in low precision, which

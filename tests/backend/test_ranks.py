@@ -1,6 +1,7 @@
 """Delayed scaling on several ranks: real processes, gloo, CPU. Cases: delayed_ranks.py."""
 
 import math
+import re
 
 import pytest
 
@@ -10,7 +11,7 @@ MODULE, WORLD = "tests.backend.delayed_ranks", 2
 DIFFER = ("unequal", "pipeline", "no_compile")
 QUICK = ["trains plain", *(f"differ {kind}" for kind in DIFFER), "sharded blocks", "lost", "apart unused", "apart join"]
 QUICK += ["other_rows empty", "other_rows less", "other_rows more", "microbatches ddp", "microbatches fsdp"]
-QUICK += ["checkpointed"]
+QUICK += ["checkpointed", "other_calls order", "other_calls loaded"]
 OTHERS = "trains split,differ equal,differ more_graphs,differ other_order,sharded whole"
 told = told_by(MODULE, WORLD, ",".join(QUICK))
 others = told_by(MODULE, WORLD, OTHERS)
@@ -141,6 +142,16 @@ def test_generated_code_of_microbatches_reduces_the_amaxes_of_a_step(compiled):
 def test_a_checkpoint_in_ddp_computes_again_what_its_forward_did(told):
     """A gradient is rounded to E5M2 twice, a weight and an input to E4M3, by an eighth and by a sixteenth at most."""
     assert all(off < 2 * (2**-3 + 2**-4) for off in told["checkpointed"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "calls"),
+    [("order", {("first", "0"), ("second", "0")}), ("loaded", {("first", "0"), ("first", "3")})],
+)
+def test_a_rank_that_calls_other_layers_or_has_loaded_state_alone_is_told(told, kind, calls):
+    said = "".join(told[f"other_calls {kind}"])  # one rank is told: whichever comes second
+    found = re.findall(r"of (\w+)\.layer\.weight \(graph \w+, (\d) loads", said)
+    assert len(found) == 2 and set(found) == calls
 
 
 @pytest.mark.thorough

@@ -144,13 +144,15 @@ class StateInputs(ExtraInputs):
         if again is not None:
             self._note_checkpoint()
         parameters = [inputs[place] for place in self._places] or list(self.held.values())
-        if self.agreements and not isinstance(parameters[0], FakeTensor):
-            agreement.settle(self.agreements, self.fallback)
+        reducing = bool(self.agreements) and not isinstance(parameters[0], FakeTensor)
+        agreed = agreement.settle(self.agreements, self.fallback) if reducing else ()
         with LOCK:
             found = self._found_of(parameters, inputs)
             if found.is_first and again is None:
                 found.step(records=not self.waits)
             is_first = found.is_first if again is None else again in found.checkpoints
+        for order, one in agreed:
+            order.note(one, parameters[0], found.loads)
         if again is None:
             guarded = self._guards(found.watch, inputs)
             if found.choice is None:

@@ -94,7 +94,9 @@ class QuantizerState:
             return QuantizerState(self.scale.clone(), self.history.clone(), self.has_history, moved=self.moved)
 
     def join(self, saved: Mapping[str, Tensor]) -> None:
-        """Makes it as if this quantizer had also seen what another one saw, whose state this is."""
+        """Makes it as if this quantizer had also seen what another one saw, whose state this is. It counts as loaded
+        whatever either has seen, which other ranks need not have."""
+        loads = self.loads + 1
         if self.lacks_history:
             self.load(saved)
         elif not _lacks_history(saved):
@@ -102,6 +104,7 @@ class QuantizerState:
             joins = {"scale": torch.minimum, "amax_history": torch.fmax, "guard": torch.maximum}
             pairs = {name: (own.get(name, value), value) for name, value in saved.items()}
             self.load({name: joins[name](one, other.to(one.device)) for name, (one, other) in pairs.items()})
+        self.loads = loads
 
 
 def _lacks_history(saved: Mapping[str, Tensor]) -> bool:
