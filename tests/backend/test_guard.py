@@ -20,8 +20,8 @@ from tests.ranks import told_by
 pytestmark = pytest.mark.usefixtures("without_tracing")
 RECIPE = DelayedScaling(amax_history_len=8)
 RANKS = "faulty outlier,faulty change"
-MOVED = "moved"
-told = told_by("tests.backend.guard_ranks", 2, f"{RANKS},{MOVED}")
+MOVED = {"moved plain": 2, "moved ddp": 4}  # graphs: before and behind the move, and of a microbatch
+told = told_by("tests.backend.guard_ranks", 2, f"{RANKS},{','.join(MOVED)}")
 
 
 class Trained:
@@ -314,8 +314,9 @@ def test_a_checkpoint_around_a_compiled_layer_keeps_its_recipe():
     assert statistics(layer).slots[0].moved is None
 
 
-def test_ranks_move_at_the_same_call(told):
+@pytest.mark.parametrize(("case", "graphs"), MOVED.items())
+def test_ranks_move_at_the_same_call(told, case, graphs):
     """The outliers are one rank's alone."""
-    first, second = told[MOVED]
-    assert first == second and first["graphs"] == 2
+    first, second = told[case]
+    assert first == second and first["graphs"] == graphs
     assert first["moved"] == [False] * (8 + 4) + [True] * 8

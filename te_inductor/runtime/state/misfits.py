@@ -73,8 +73,9 @@ as E4M3 has normal values over a range of 28,672. No count tells of it. One woul
   Dynamo asks that of each parameter at each call, and compiles anew where the answer has changed, so that loading state
   moves layers too, or back. No step waits: the compile is that of the call behind the decision.
 - Ranks: each decides alone, all alike. Levels follow from amaxes that ranks have reduced, and every 32 calls each rank has
-  them copied behind the work of the same call, and reads that copy 16 calls later, when it has long arrived. A graph that
-  exchanges tensors with other ranks moves nothing: not all of these ranks need reduce an amax.
+  them copied behind the work of the same call, and reads that copy 16 calls later, when it has long arrived. Microbatches
+  that reduce no amaxes do not count, as ranks may have other numbers of them. A graph that exchanges tensors with other
+  ranks moves nothing: not all of these ranks need reduce an amax.
 - What else moves nothing: a call in a checkpoint, whose backward would compute another graph; weights that FSDP2 gathers
   in FP8; and what Dynamo was told not to guard.
 - How often: what a run compiles anew for this is at most `MOST_GRAPHS` graphs, each for all tensors that fail by then.
@@ -176,6 +177,7 @@ class Watch:
     _told_kept_out: set[int] = field(default_factory=set)  # the places of what was logged
     _told_unsuited: set[int] = field(default_factory=set)
     _calls: int = 0
+    _steps: int = 0  # those of them that ended a step, which all ranks have equally many of
     _newest: _Reading = field(default_factory=_Reading)  # of any call
     _agreed: _Reading = field(default_factory=_Reading)  # of the same call on all ranks
 
@@ -188,9 +190,10 @@ class Watch:
         return self._newest.take()
 
     def failing(self) -> list[int]:
-        """The places of tensors that keep failing, once a round of calls; called behind each look. The same on all ranks
-        that reduce amaxes."""
-        turn = self._calls % _ROUND
+        """The places of tensors that keep failing, once a round of calls; called behind each look but those of
+        microbatches whose step goes on. The same on all ranks that reduce amaxes."""
+        self._steps += 1
+        turn = self._steps % _ROUND
         if turn == 0:
             self._agreed.begin(self.counts)
         rows = self._agreed.take(wait=True) if turn == _ROUND // 2 else None

@@ -246,7 +246,7 @@ class StateInputs(ExtraInputs):
             self._note_misfits(watch, counts)
         if not watch.heals or not watch.counts:
             return False
-        if self.heals and (failing := watch.failing()):
+        if self.heals and not self.waits and (failing := watch.failing()):
             self._move(watch, failing, inputs)
         resized = watch.note_sizes(tuple([one.numel() for one in inputs if type(one) is Tensor]))
         if resized and misfits.say_once("resized"):
