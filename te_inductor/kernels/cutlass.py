@@ -1,7 +1,7 @@
 """CUTLASS's GEMMs, templates/cutlass/, in the tile that was measured to be faster than cuBLASLt: cutlass_tables.py."""
 
 from te_inductor.diagnostics import Refusal
-from te_inductor.kernels import autotuned, cublaslt, cutlass_tables, cutlass_tiles
+from te_inductor.kernels import cublaslt, cutlass_tables, cutlass_tiles
 from te_inductor.kernels.family import Choice, KernelFamily
 from te_inductor.kernels.problem import DENSE, Problem
 
@@ -19,9 +19,9 @@ def computes(problem: Problem) -> Refusal | None:
 
 def _supports(problem: Problem) -> Refusal | None:
     # What adds in place would add as often as it is measured, and measuring does not see what an epilogue saves.
-    if problem.epilogue.is_plain and autotuned.supports(problem) is None:
+    if problem.epilogue.is_plain and cublaslt.autotunes(problem) is None:
         return Refusal("max-autotune measures its tiles as well")
-    return cublaslt.supports(problem) or computes(problem)
+    return cublaslt.multiplies(problem) or computes(problem)
 
 
 def _measured(problem: Problem) -> Choice | None:

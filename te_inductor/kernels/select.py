@@ -1,14 +1,11 @@
 """The kernel that runs a problem: FAMILIES are asked in turn, and the first that computes it, and pays, is taken.
 
-To add a family: a file with a `FAMILY`, and its name in FAMILIES, before what it is faster than."""
+To add a family: a `KernelFamily`, in a file of its own where it has a kernel, and its name in FAMILIES, before what it is
+faster than."""
 
 from te_inductor.kernels import (
-    autotuned,
     cublaslt,
     cutlass,
-    eager,
-    emulated,
-    exact,
     experts_decode,
     fixed_order,
     fp8_small_m,
@@ -16,30 +13,28 @@ from te_inductor.kernels import (
     grouped_mm,
     nvfp4_fp8,
     nvfp4_linear,
-    recast,
-    uncast,
-    written_out,
+    plain,
 )
 from te_inductor.kernels.family import Choice
 from te_inductor.kernels.problem import Problem
 
 FAMILIES = (
     fixed_order.FAMILY,
-    uncast.FAMILY,
+    plain.UNCAST,
     nvfp4_linear.FAMILY,
     nvfp4_fp8.FAMILY,
-    recast.FAMILY,
+    cublaslt.RECAST,
     experts_decode.FAMILY,
     fp8_small_m.FAMILY,
     cutlass.FAMILY,
-    autotuned.FAMILY,
+    cublaslt.AUTOTUNED,
     cublaslt.FAMILY,
     grouped_library.FAMILY,
     grouped_mm.FAMILY,
-    emulated.FAMILY,
-    exact.FAMILY,
-    written_out.FAMILY,
-    eager.FAMILY,
+    plain.EMULATED,
+    plain.EXACT,
+    cublaslt.WRITTEN_OUT,
+    plain.EAGER,
 )
 
 

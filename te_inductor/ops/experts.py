@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from te_inductor import targets
-from te_inductor.kernels import grouped_mm, written_out
+from te_inductor.kernels import cublaslt, grouped_mm
 from te_inductor.kernels.family import KernelFamily
 from te_inductor.kernels.nvfp4_linear import PREFILL
 from te_inductor.kernels.problem import Problem, Sizes, Stored
@@ -49,7 +49,7 @@ fp8_experts_dequantize = op_of(experts.fp8_dequantize, _whole_of, name="fp8_expe
 
 def nvfp4_product(x: Tensor, ends: Tensor | None, ids: Tensor | None, *weight: Tensor) -> Tensor:
     """`nvfp4_experts`, or what a GPU does in its place with many rows."""
-    if _family(x, weight[0]) is not written_out.FAMILY:
+    if _family(x, weight[0]) is not cublaslt.WRITTEN_OUT:
         return nvfp4_experts(x, ends, ids, *weight, x.dtype)  # type: ignore[no-any-return]
     whole = nvfp4_experts_dequantize(*weight, x.shape[1], x.dtype)
     return experts.product_of_whole(x, ends, ids, whole, x.dtype)

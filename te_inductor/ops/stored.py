@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_inductor import targets
-from te_inductor.kernels import fp8_small_m, nvfp4_fp8, recast, written_out
+from te_inductor.kernels import cublaslt, fp8_small_m, nvfp4_fp8
 from te_inductor.kernels import nvfp4_linear as policy
 from te_inductor.kernels.family import KernelFamily
 from te_inductor.kernels.problem import Problem, Sizes
@@ -95,9 +95,9 @@ class NVFP4Product:
         sizes, casts, gone = Sizes(m, stored.shape[0], x.shape[1]), prefill == "fp8", leaves(nvfp4_weight_only)
         chosen = _chosen if isinstance(m, int) and not gone else _chosen.__wrapped__
         family = chosen(targets.of(x.device), sizes, x.dtype, out_dtype, casts, gone)
-        if family is written_out.FAMILY:
+        if family is cublaslt.WRITTEN_OUT:
             return F.linear(x, nvfp4_dequantize(*weight, x.shape[1], x.dtype)).to(out_dtype)
-        if family not in (nvfp4_fp8.FAMILY, recast.FAMILY):
+        if family not in (nvfp4_fp8.FAMILY, cublaslt.RECAST):
             return nvfp4_linear(x, *weight, out_dtype)  # type: ignore[no-any-return]
         data, scale_inv = quantize(x, _ROWWISE)
         if family is nvfp4_fp8.FAMILY:

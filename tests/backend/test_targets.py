@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from te_inductor import targets
-from te_inductor.kernels import exact
+from te_inductor.kernels import plain
 from te_inductor.kernels.select import select
 from te_inductor.targets import Target, sm90
 from tests.house import nodes
@@ -36,7 +36,7 @@ def test_refused_by_name(capability, monkeypatch):
     found = targets.of(DEVICE)
     assert str(found.refusal) == "an AMD GPU (ROCm 6.4.1), the kernels are for NVIDIA's"
     assert found == Target("ROCm 6.4.1", refusal=found.refusal)  # nothing that it can do
-    assert select(dense(16, 4096, 4096, target=found)).family is exact.FAMILY
+    assert select(dense(16, 4096, 4096, target=found)).family is plain.EXACT
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from te_inductor import explain, ops, targets
-from te_inductor.kernels import emulated as emulation
 from te_inductor.kernels import grouped_library as policy
+from te_inductor.kernels import plain
 from te_inductor.kernels.problem import Problem, Program, Sizes
 from te_inductor.recipes import Format, Gemm, MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from te_inductor.runtime.eager import grouped
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("known_seeds")
 SIZES = {"many": (0, 1, 17, 130, 0, 128), "rows behind": (40, 0, 3), "one has all": (0, 90, 0)}  # even in all
 BEHIND = {SIZES["rows behind"]: 21}
 
-GROUPED_LIBRARY, EMULATED = policy.FAMILY.name, emulation.FAMILY.name
+GROUPED_LIBRARY, EMULATED = policy.FAMILY.name, plain.EMULATED.name
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from te_inductor import targets
-from te_inductor.kernels import eager, nvfp4_fp8, nvfp4_linear, recast, written_out
+from te_inductor.kernels import cublaslt, nvfp4_fp8, nvfp4_linear, plain
 from te_inductor.kernels.problem import Sizes
 from te_inductor.kernels.select import select
 from te_inductor.numerics import microscaling, nvfp4
@@ -148,12 +148,12 @@ def test_linear_fp8():
 def test_how_rows_are_multiplied(monkeypatch, capability, prefill, k, ways):
     pretend(monkeypatch, capability)
     target, casts = targets.of(torch.device("cuda")), prefill == "fp8"
-    stored = nvfp4_linear.FAMILY if capability >= (9, 0) and k % 64 == 0 else eager.FAMILY  # of the same op
+    stored = nvfp4_linear.FAMILY if capability >= (9, 0) and k % 64 == 0 else plain.EAGER  # of the same op
     families = {
-        "stored": stored, "decoded": nvfp4_fp8.FAMILY, "recast": recast.FAMILY, "exact": written_out.FAMILY
+        "stored": stored, "decoded": nvfp4_fp8.FAMILY, "recast": cublaslt.RECAST, "exact": cublaslt.WRITTEN_OUT
     }  # fmt: skip
     for m, way in zip((64, 65, 512, 513), ways, strict=True):
         asked = nvfp4_linear.problem(target, Sizes(m, 4096, k), torch.bfloat16, torch.bfloat16, casts)
         assert select(asked).family is families[way]
     asked = nvfp4_linear.problem(target, Sizes(1, 4096, k), torch.float32, torch.float32, casts)
-    assert select(asked).family is written_out.FAMILY
+    assert select(asked).family is cublaslt.WRITTEN_OUT

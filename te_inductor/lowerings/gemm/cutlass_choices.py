@@ -17,7 +17,7 @@ from torch._inductor.select_algorithm import ExternKernelChoice
 from torch._inductor.virtualized import V
 
 from te_inductor import compat, targets
-from te_inductor.kernels import autotuned, cublaslt, cutlass, cutlass_tiles, fp8_small_m
+from te_inductor.kernels import cublaslt, cutlass, cutlass_tiles, fp8_small_m
 from te_inductor.kernels.cutlass_tiles import Tile
 from te_inductor.kernels.problem import ANOTHER, OUTPUT, Epilogue, Problem, Program, Sizes
 from te_inductor.kernels.select import select
@@ -155,7 +155,7 @@ def microscaled(
     if bias is not None and bias.get_dtype() != out_dtype:
         return None
     problem = problem_of(a, b, bias, gemm, out_dtype)
-    measured = select(problem).family is autotuned.FAMILY and cutlass.computes(problem) is None
+    measured = select(problem).family is cublaslt.AUTOTUNED and cutlass.computes(problem) is None
     return problem if measured and cutlass_tiles.tiles(problem) else None
 
 

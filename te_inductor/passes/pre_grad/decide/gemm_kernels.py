@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from te_inductor import targets
-from te_inductor.kernels import eager, fp8_small_m, nvfp4_linear, written_out
+from te_inductor.kernels import cublaslt, fp8_small_m, nvfp4_linear, plain
 from te_inductor.kernels.family import Choice
 from te_inductor.kernels.problem import NOTHING, OUTPUT, Epilogue, Problem, Program, Sizes, Stored
 from te_inductor.kernels.select import select
@@ -51,7 +51,7 @@ def of_stored_weight(match: Match, recipe: Recipe | None, program: Program) -> C
     y = value(match.node)
     target, sizes = targets.of(y.device), _sizes(match, match.sizes)
     if recipe is None:
-        return Choice(written_out.FAMILY if target.is_gpu and match.groups is None else eager.FAMILY)
+        return Choice(cublaslt.WRITTEN_OUT if target.is_gpu and match.groups is None else plain.EAGER)
     if isinstance(recipe, NVFP4WeightOnly):
         stored = Stored(E2M1.name, y.dtype, recipe.prefill == "fp8")
         return select(Problem(target, sizes, nvfp4_linear.PREFILL, y.dtype, program=program, stored=stored))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from te_inductor import targets
-from te_inductor.kernels import emulated
 from te_inductor.kernels.cutlass_tiles import Kernel
+from te_inductor.kernels.plain import EMULATED
 from te_inductor.passes.graph.bodies import Bodies, in_order
 from te_inductor.passes.graph.owners import from_parameter, owner_of
 from te_inductor.passes.graph.values import is_gathered, value
@@ -76,7 +76,7 @@ def _sites(plan: Plan, candidate: Candidate, merged: tuple[str, ...], rows: int 
         kernel, library = _kernel(plan, candidate, gemm, sizes, accumulates, turned and gemm == "wgrad")
         if library is not None:
             plan.outcome.libraries.add(library)
-        refusal = candidate.refusal or (candidate.emulated if kernel == emulated.FAMILY.name else None)
+        refusal = candidate.refusal or (candidate.emulated if kernel == EMULATED.name else None)
         reason = None if refusal is None else str(refusal)
         named = recipe if backward is None else backward.name_of(gemm) or recipe
         outside = refusal is not None and refusal.outside
