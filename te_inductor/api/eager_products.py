@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.module_path import without_parametrization
-from te_inductor.passes.pre_grad.sites import convolutions, recurrent
+from te_inductor.passes.pre_grad.sites import convolutions
+from te_inductor.passes.pre_grad.sites.products import RECURRENT
 from te_inductor.presentation.paths import without_wrappers
 from te_inductor.presentation.report import Flops, Report, Site
 from te_inductor.recipes import regions
@@ -156,7 +157,7 @@ def report_of(
         fqn = f"a parameter of shape {tuple(product.weight.shape)}" if path is None else path
         pattern, outside = product.pattern, product.outside
         if names.is_recurrent(product.weight):
-            pattern, outside = "recurrent", recurrent.OUTSIDE
+            pattern, outside = "recurrent", RECURRENT
         recipe = recipe_of(fqn, product) if outside is None else None
         reason = (None if recipe is None else UNREACHED) if outside is None else str(outside)
         had = sites.get((id(product.weight), product.sizes))

@@ -1,4 +1,5 @@
-"""`explain(model, *inputs)`: what would run where, without compiling a kernel."""
+"""`explain(model, *inputs)`: what would run where, without compiling a kernel, and what a call on a device elsewhere is
+expected to take, by what the size rule and the memory rule know of graphs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,6 @@ from torch.utils import _pytree as pytree
 
 from te_inductor import recipes, targets
 from te_inductor.api.eager_products import EagerProduct, EagerProducts, Names, report_of
-from te_inductor.api.expectation import GraphMemory, expected_of, memory_of
 from te_inductor.api.lowering import Program, parse_options, plan_of
 from te_inductor.api.rehearsal import saved_by
 from te_inductor.api.statistics import statistics
@@ -18,12 +18,15 @@ from te_inductor.api.tracing import traced
 from te_inductor.backend import parse, run_passes
 from te_inductor.config import Options
 from te_inductor.errors import OptionError
+from te_inductor.kernels import cutlass_packages
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad import DECIDE, DECIDE_EXPORTED
+from te_inductor.passes.pre_grad.decide import memory_rule
 from te_inductor.passes.pre_grad.decide.policy import Policy
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
+from te_inductor.passes.pre_grad.sites.products import hint
 from te_inductor.presentation.paths import names_of
-from te_inductor.presentation.report import Report, merge
+from te_inductor.presentation.report import Expected, Report, merge
 
 
 def explain(
@@ -179,4 +182,44 @@ def _sentence(found: Iterable[Times]) -> str | None:
     return (
         f"estimated speed-up of the linear layers alone: {high / low:.2f} ({1e3 * high:.3g} ms in bf16,"
         f" {1e3 * low:.3g} ms so, by rates {sources}); what lies between them is not counted"
+    )
+
+
+@dataclass
+class GraphMemory:
+    """What the parameters of a graph take, and what low precision changes at the peak of its step."""
+
+    parameters: dict[int, nn.Parameter]  # by identity: graphs share some
+    peak_bytes: int | None
+
+
+def memory_of(plan: Plan) -> GraphMemory:
+    """Returns the memory of a graph that was decided about."""
+    held = {id(one): one for one in plan.inputs if isinstance(one, nn.Parameter)}
+    known = all(hint(site.match.sizes[0]) is not None for site in plan.candidates)
+    return GraphMemory(held, round(memory_rule.balance(plan)) if known else None)
+
+
+def expected_of(there: targets.Target, report: Report, memory: Sequence[GraphMemory]) -> Expected:
+    """Sums up what graphs are expected to take, those that were weighed."""
+    bf16_s, step_s, rates = 0.0, 0.0, targets.rates_in(there)
+    by_host = False
+    for graph in report.weights:
+        launches = sum(one.weight.launches for one in graph.layers if one.low)
+        host = graph.host_s or 0.0
+        bf16_s += max(graph.device_s, host - launches * (rates.host_launch if rates else 0.0))
+        step_s += max(graph.device_s - graph.gain_s, host)
+        by_host |= host > graph.device_s - graph.gain_s
+    parameters = {key: one for each in memory for key, one in each.parameters.items()}.values()
+    peaks = [each.peak_bytes for each in memory if each.peak_bytes is not None]
+    return Expected(
+        there.product,
+        " and ".join(dict.fromkeys(graph.rates for graph in report.weights)) or None,
+        bf16_s if report.weights else None,
+        step_s if report.weights else None,
+        by_host,
+        sum(one.nbytes for one in parameters),
+        sum(one.nbytes for one in parameters if one.requires_grad and torch.is_grad_enabled()),
+        sum(peaks) if len(peaks) == len(memory) else None,
+        None if there.cutlass is None else cutlass_packages.missing(),
     )

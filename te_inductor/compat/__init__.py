@@ -9,41 +9,46 @@ if torch.__version__ < (2, 11):  # type: ignore[operator]
     )
 
 from te_inductor.compat.checkpoints import checkpoint_of_call, saved_as_they_are
-from te_inductor.compat.constants import ConstantMeta, constant_type_name, register_constant
 from te_inductor.compat.dynamo import (
+    ConstantMeta,
+    before_export,
+    before_lowering,
     captures_a_backward,
     collective_behind,
     compiled_apart,
     compiled_inside,
+    constant_type_name,
     guard_on,
     guard_on_attribute,
     guard_on_tensor,
     in_uncompiled_frame,
+    is_decomposed_by_export,
     is_of_a_module,
     let_threads_register,
     method_call,
     never_compile,
     options_of_compiled,
+    register_constant,
     trace_artifact,
     traced_beside,
     unwinding_transforms,
 )
-from te_inductor.compat.exporting import before_export, before_lowering, is_decomposed_by_export
 from te_inductor.compat.inductor import (
     MASK_MOD,
     autotune,
     compile_fx,
     concatenated,
     flex_constants,
+    let_marks_be_saved,
+    saving_a_minimum_cut,
     size_hint,
     width_of_right_vectors,
     without_graph_cache,
 )
-from te_inductor.compat.partitioner import let_marks_be_saved, saving_a_minimum_cut
 from te_inductor.compat.patches import PATCHES, Patch, patch
-from te_inductor.compat.swaps import around_swaps
 from te_inductor.compat.wrappers import (
     Gathered,
+    around_swaps,
     ddp_group_of,
     ddp_reduces_later,
     fsdp_group_of,

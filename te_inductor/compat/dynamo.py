@@ -1,6 +1,8 @@
-"""Dynamo: its entries, its guards, its contexts, and the frames that it compiles."""
+"""Dynamo and torch.export: entries, guards, contexts, the frames that Dynamo compiles, and constants of ours in graphs and
+schemas, for which torch 2.15 renamed what registers them."""
 
 import copy
+import functools
 import inspect
 import operator
 import re
@@ -12,9 +14,31 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._library import opaque_object
 from torch.utils import _pytree as pytree
 
 from te_inductor.compat.patches import patch
+
+try:  # 2.15
+    from torch._custom_class_base import CustomClassBaseMeta as ConstantMeta
+except ImportError:  # 2.11 needs the metaclass, 2.13 accepts it
+    from torch._opaque_base import OpaqueBaseMeta as ConstantMeta
+
+__all__ = ["ConstantMeta"]
+
+
+def register_constant(cls: type) -> None:
+    """Let instances of `cls` stand in `fx.Node.args` and in an op's schema, compared by value."""
+    if hasattr(opaque_object, "register_custom_class"):  # 2.15 renamed both the function and the kind
+        opaque_object.register_custom_class(cls, typ="constant")
+    else:
+        opaque_object.register_opaque_type(cls, typ="value")
+
+
+def constant_type_name(cls: type) -> str:
+    """The name by which a schema refers to a registered class."""
+    name: str = opaque_object.get_opaque_type_name(cls)
+    return name
 
 
 @contextmanager
@@ -291,3 +315,26 @@ def _waits(forward: Any, backward: Any) -> int | None:
         return None
     place: int = given.index(steps[0].args[0])
     return place if gradients[place] is next(iter(backward.graph.nodes)) else None
+
+
+before_lowering: list[Callable[[], object]] = []  # called where torch.export or AOTInductor traces a layer of ours
+
+
+def before_export(note: Callable[[object], None]) -> None:
+    """Call `note` with each model that `torch.export` is about to trace."""
+    from torch.export import _trace
+
+    original = _trace._export
+
+    @functools.wraps(original)
+    def noted(mod: Any, *args: Any, **kwargs: Any) -> Any:
+        note(mod)
+        return original(mod, *args, **kwargs)
+
+    patch("torch.export._trace._export", noted)
+
+
+def is_decomposed_by_export(op: Any) -> bool:
+    """Whether `ExportedProgram.run_decompositions` traces through `op`, a composite op of ours: while it does, it gives
+    each such op a Python kernel (torch.export.exported_program._override_composite_implicit_decomp)."""
+    return torch._C.DispatchKey.CompositeImplicitAutograd in op.py_kernels

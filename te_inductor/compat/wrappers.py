@@ -1,15 +1,19 @@
-"""Wrappers of data-parallel training: FSDP2, FSDP's first version, and DDP."""
+"""Wrappers of data-parallel training, FSDP2, FSDP's first version, and DDP; and tensors whose contents torch exchanges."""
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from te_inductor.compat.checkpoints import checkpoint_of_call, wrap_recomputation
 from te_inductor.compat.dynamo import guard_on
+from te_inductor.compat.patches import patch
 
 
 def imported(module: str, name: str) -> Any:
@@ -170,3 +174,15 @@ def guard_on_wrappers() -> None:
     if inside_ddp():
         for one in ("process_group.group_name", *_RUN_APART):
             guard_on(_ACTIVE_DDP[0], f"{_ACTIVE_DDP[1]}.{one}")
+
+
+def around_swaps(held: Callable[[Tensor, Tensor], AbstractContextManager[None]]) -> None:
+    """Have `torch.utils.swap_tensors` run inside of ``held(t1, t2)`` from now on."""
+    original = torch.utils.swap_tensors
+
+    @functools.wraps(original)
+    def swap_tensors(t1: Tensor, t2: Tensor) -> None:
+        with held(t1, t2):
+            original(t1, t2)
+
+    patch("torch.utils.swap_tensors", swap_tensors)

@@ -11,7 +11,7 @@ def install(fallback: str = "warn", rows_alone: bool = False) -> Callable[..., C
     """Register every lowering with Inductor, and the FLOPs of ops with torch (importing the modules does it).
 
     Returns a wrapper for Inductor's compiler of one graph, of a forward, a backward or an inference: during the
-    compile, and only then, our tiles (`row_choices.choices`), our kernel class and `few_rows` hold; after it,
+    compile, and only then, our tiles (`choices.choices`), our kernel class and `few_rows` hold; after it,
     lowerings that failed are named as `fallback` says."""
     import torch
     from torch._inductor.virtualized import V
@@ -20,12 +20,12 @@ def install(fallback: str = "warn", rows_alone: bool = False) -> Callable[..., C
     from te_inductor.compat.indexing import joining_dimensions_fast
     from te_inductor.lowerings import decode, permutations  # noqa: F401
     from te_inductor.lowerings.casts import experts, quantize  # noqa: F401
+    from te_inductor.lowerings.choices import choices
     from te_inductor.lowerings.codegen.combos import combined_without_ours
     from te_inductor.lowerings.codegen.direct_calls import called_directly, constants_named
     from te_inductor.lowerings.codegen.programmatic_launch import launched_early
-    from te_inductor.lowerings.gemm import deferred_wgrads, main_grads, nvfp4_linear, scaled_mm  # noqa: F401
+    from te_inductor.lowerings.gemm import nvfp4_linear, scaled_mm, weight_grads  # noqa: F401
     from te_inductor.lowerings.registry import compile_guarded
-    from te_inductor.lowerings.row_choices import choices
 
     if torch.cuda.is_available() and has_triton_package():
         # Ops that generated code calls, also such as a compile cache returns. NVFP4's come with its weights.

@@ -37,7 +37,7 @@ NO_PATCHES = {
     ): "names of our own kernels, as `ExternKernelChoice` gives them",
     ("lowerings/codegen/programmatic_launch.py", "torch._inductor.virtualized.V.graph"): "a mark on the graph in hand",
     (
-        "lowerings/gemm/deferred_wgrads.py",
+        "lowerings/gemm/weight_grads.py",
         "torch._inductor.virtualized.V.graph.never_reuse_buffers",
     ): "the graph's own list of buffers that are kept",
 }

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 import te_inductor
-from te_inductor.templates.cutlass.current_device import launches
+from te_inductor.templates.cutlass.launch import launches
 
 TEMPLATES = Path(te_inductor.__file__).parent / "templates"
 

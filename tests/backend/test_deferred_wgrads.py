@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import te_inductor
 from te_inductor import backward_dw, config, explain
 from te_inductor.errors import DeferredWgradError, FallbackWarning, MainGradError
-from te_inductor.lowerings.gemm import deferred_wgrads as lowering
+from te_inductor.lowerings.gemm import weight_grads as lowering
 from te_inductor.runtime.gradients import deferred_wgrads
 from tests.backend.delayed_programs import checkpointed
 from tests.eager import quantized

@@ -90,7 +90,7 @@ def broken(op, count: int):
 aten, COMPILE_FX = torch.ops.aten, compat.compile_fx
 CASES = {
     "accumulate_wgrad": (
-        "gemm.main_grads.lowerings",
+        "gemm.weight_grads.lowerings",
         broken(aten.add_, 2),
         {"recipe": "current", "wgrad": "main_grad"},
     ),

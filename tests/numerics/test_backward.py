@@ -8,7 +8,7 @@ from torch import Tensor
 
 from te_inductor import ops, recipes
 from te_inductor.ops.gathered_weight import GatheredWeight
-from te_inductor.ops.layers.main_grad import MainGrad
+from te_inductor.ops.layers.sinks import MainGrad
 from te_inductor.recipes import BackwardPrecision, Slots
 from tests.recipes import every_recipe
 

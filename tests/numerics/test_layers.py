@@ -14,8 +14,8 @@ from te_inductor import ops
 from te_inductor.ops.casts import ScalePair
 from te_inductor.ops.layers.delayed_scales import Delayed, FirstStep
 from te_inductor.ops.layers.kept import Kept
-from te_inductor.ops.layers.main_grad import MainGrad
 from te_inductor.ops.layers.parts import GradientSink, Operand, ScaledOperand, ScaleSource, WeightGradient
+from te_inductor.ops.layers.sinks import MainGrad
 from te_inductor.recipes import DelayedScaling, Float8BlockScaling, Format
 from te_inductor.recipes.constants import constant
 from tests.oracle import casts, grouped

@@ -5,6 +5,6 @@
 |---|---|
 | `Operand` | `gathered.py`, `exchanged.py`, `kept.py`; and weights that are `GatheredWeight` |
 | `ScaleSource` | `delayed_scales.py` |
-| `GradientSink` | `main_grad.py`, `deferred.py` |
+| `GradientSink` | `sinks.py` |
 
 `call.py` defines the op."""

@@ -5,7 +5,7 @@ fp32 roundings. A kernel of SwiGLU's backward computes SiLU's gradient, which is
 for the gradient of what it multiplies and for a copy. Torch decomposes each into a sigmoid of its own, a division by
 ``1 + exp(-x)`` or (from 2.13) `aten.sigmoid`: a division and often an exponential too many, in a kernel that is bound
 by its instructions where the GEMMs around it have lowered the card's clock. On sm_90 with triton 3.6 these are 61 an
-element with torch 2.11, 69 with 2.13, 52 with one sigmoid, and 8 fewer with that of lowerings/codegen/assembly.py.
+element with torch 2.11, 69 with 2.13, 52 with one sigmoid, and 8 fewer with that of lowerings/codegen/column_pairs.py.
 
 ``1 + erf(z)``, of GELU, is ``erfc(-z)``, and ``1 + tanh(u)``, of GELU's other form, ``2 sigmoid(2 u)``. Both are exact,
 and far below zero nothing cancels. For `erfc` and `sigmoid` there is PTX of ours (templates/triton/ptx.py); Triton's erf

@@ -7,7 +7,7 @@ where there is one, else to ``parameter.grad``: what the backward would have lef
 on first, and fills its bubbles with wgrads.
 
 The op `defer_wgrad` keeps tensors that the graph's code made. Inductor knows nothing of that and would write other
-tensors in their memory; its lowering (lowerings/gemm/deferred_wgrads.py) forbids it, and the op's eager kernel copies
+tensors in their memory; its lowering (lowerings/gemm/weight_grads.py) forbids it, and the op's eager kernel copies
 them. In a CUDA graph's memory the next replay writes, whatever anyone forbids, so there sites are refused.
 
 A graph knows a parameter by its ticket, a number that is an input like `main_grad`. It is a tensor that the op says it

@@ -1,11 +1,14 @@
 """The functions that compiled graphs call: operands, a tile, and a kernel that `build.py` made.
 
 Nothing of CUTLASS is imported. A kernel that cannot be built or loaded is replaced by cuBLASLt, and named once.
+They run on the device that their tensors are on, whichever device is current; Triton's do so by their launcher
+(templates/triton/launcher.py).
 """
 
 import functools
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +22,31 @@ from te_inductor.recipes.formats import E2M1, ELEMENTS, ROW, SCOPES
 from te_inductor.recipes.quantizers import Gemm, Quantizer
 from te_inductor.runtime.eager import Written, dense
 from te_inductor.templates.cutlass import build
-from te_inductor.templates.cutlass.current_device import launches
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class OnADevice(Protocol):
+    @property
+    def device(self) -> torch.device: ...
+
+
+T = TypeVar("T", bound=OnADevice)
+
+
+def launches(function: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
+    """Decorator of every function that launches a kernel: while it runs, its first argument's device is current."""
+
+    @functools.wraps(function)
+    def on_its_device(first: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        device = first.device
+        if device.type != "cuda" or torch.cuda.current_device() == device.index:
+            return function(first, *args, **kwargs)
+        with torch.cuda.device(device):
+            return function(first, *args, **kwargs)
+
+    return on_its_device
 
 
 @launches

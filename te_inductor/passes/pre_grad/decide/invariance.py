@@ -9,7 +9,7 @@ Four things make a row's numbers depend on what stands beside it, and each has i
 - **Products.** All forward products of layers and of attention are summed in one order: Note [One order of sums] in
   kernels/fixed_order.py. Others are named: option 'batch_invariant' does not reach them.
 - **Reductions.** A norm's and a softmax's: on CUDA each row is summed by one program with one tile, whatever else its
-  kernel does (lowerings/row_choices.py); on a CPU element by element, by code without vectors and threads.
+  kernel does (lowerings/choices.py); on a CPU element by element, by code without vectors and threads.
 - **Rounding.** Inductor keeps what it fuses in fp32, and what it fuses depends on sizes and on what a backward saves.
   It is told to round each operator's result to its dtype, as eager code does, and to fuse no multiply and add.
 

@@ -26,7 +26,7 @@ from te_inductor.passes.pre_grad.decide import (
 from te_inductor.passes.pre_grad.decide.policy import Entry, Policy
 from te_inductor.passes.pre_grad.plan import Candidate, LoweredPlan, Plan, Precision, Unlowered
 from te_inductor.passes.pre_grad.sites import requirements
-from te_inductor.passes.pre_grad.sites.own_backward import OwnBackward
+from te_inductor.passes.pre_grad.sites.part import OwnBackward
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.presentation.report import Unmet
 from te_inductor.recipes import DelayedScaling, Recipe

@@ -41,16 +41,20 @@ ranks a step took 0.81 times as long as in bf16, on four 0.73 (`delayed`, 8192 t
 All this holds for targets with `rates`. A policy entry that names a site overrides it, and so do ranks that reduce
 amaxes with this one, which have begun otherwise: Note [Ranks that agree]."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
+from torch._inductor import config
+from torch.utils import _pytree as pytree
 
 from te_inductor import targets
 from te_inductor.diagnostics import Refusal
-from te_inductor.passes.graph.values import value
-from te_inductor.passes.pre_grad.decide import graph_time
+from te_inductor.passes.graph.operators import name
+from te_inductor.passes.graph.values import requires_grad, value
 from te_inductor.passes.pre_grad.decide.cast_costs import (
     BackwardGemm,
     Layer,
@@ -60,6 +64,7 @@ from te_inductor.passes.pre_grad.decide.cast_costs import (
     Scales,
     Weights,
     casts_of,
+    is_view,
 )
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites import exchanges
@@ -76,6 +81,10 @@ NARROW_EXPERTS = 768
 EXPERTS_FLOPS, EXPERTS_BYTES = 1250e12, 2.6e12  # per second; with these, experts weigh as was measured
 EXPERTS_MOVED: dict[Scales, int] = {"known": 2, "tensor": 4, "rows": 4, "blocks": 4}  # bytes an element of all operands
 EXPERTS_LAUNCHES = 15  # of Inductor's kernels: as long the host takes for a product of experts and its casts
+_LAUNCHES_OF_A_GEMM = 2  # itself, and what else is launched for it: two Llama blocks have 87 launches, 42 of GEMMs
+_MOVED = {False: 1, True: 2}  # times the bytes that nodes make, by whether the graph is trained
+_LINK = 4e11  # bytes a second of an exchange between two H200s of one host (2026-11-26)
+_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 _OVERRIDE = "(a policy entry overrides this)"
 
 
@@ -91,12 +100,12 @@ def weigh(plan: Plan) -> None:
             site.weighed, site.refusal = not site.by_policy, None if site.by_policy else refusal
     if known is None:
         return
-    device = graph_time.device(plan, known)
-    host = graph_time.host(plan, known, _launches(weighed))
+    device = _seconds_of_device(plan, known)
+    host = _seconds_of_host(plan, known, _launches(weighed))
     asked = [(sites, weight) for sites, weight in weighed if not sites[0].by_policy]
     experts, layers = ([one for one in asked if _weigher_of(one[0][0].match) is each] for each in (EXPERTS, LAYERS))
     _refuse(experts, refusal_of_host([(weight, sites[0].low) for sites, weight in weighed], device, host))
-    host = graph_time.host(plan, known, _launches(weighed))  # what is left of them
+    host = _seconds_of_host(plan, known, _launches(weighed))  # what is left of them
     _refuse(layers, refusal_of_graph([(weight, sites[0].low) for sites, weight in layers], device, host))
     plan.outcome.report.weights.append(
         GraphWeight(
@@ -328,3 +337,43 @@ def refusal_of_host(layers: Sequence[tuple[Weighing, bool]], device: float, host
             *(1e3 * host, 1e3 * device, _OVERRIDE),
         )
     return None
+
+
+def _seconds_of_device(plan: Plan, rates: targets.Rates) -> float:
+    """Seconds of all matrix products, of moving what the graph makes besides, and of rows that go to other ranks and
+    back. Attention is not counted."""
+    flops = sum(product.flops * _gemms(product.node) for product in plan.products.all if product.flops is not None)
+    made = sum(_made(module) for module in plan.graph_modules())
+    sent = sum(_made(module, "all_to_all_single") for module in plan.graph_modules())
+    return flops / rates.bf16_flops + _MOVED[_learns(plan)] * (made / rates.bytes + sent / _LINK)
+
+
+def _seconds_of_host(plan: Plan, rates: targets.Rates, more: int) -> float | None:
+    """Seconds that Python takes to launch the graph, with so many launches `more` than bf16 has; None where it does
+    not."""
+    options = plan.options
+    graphs = options.inductor.get("triton.cudagraphs", options.mode in _CUDA_GRAPHS or config.triton.cudagraphs)
+    if graphs or (plan.program.cpp_wrapper and not plan.leaves):
+        return None
+    return rates.host_launch * (_LAUNCHES_OF_A_GEMM * sum(_gemms(product.node) for product in plan.products.all) + more)
+
+
+def _learns(plan: Plan) -> bool:
+    return any(_gemms(product.node) > 1 for product in plan.products.all)
+
+
+def _gemms(node: fx.Node) -> int:
+    """The GEMMs of a product: forward alone, or with its backward."""
+    return 3 if requires_grad(node) else 1
+
+
+def _made(module: fx.GraphModule, called: str | None = None) -> int:
+    """Bytes of the tensors that its nodes, or those that are called so, compute. A symbol counts as what it was
+    first."""
+    return sum(
+        math.prod(hint(size) or 0 for size in tensor.shape) * tensor.dtype.itemsize
+        for node in module.graph.nodes
+        if node.op in ("call_function", "call_method") and not is_view(node) and called in (None, name(node))
+        for tensor in pytree.tree_leaves(node.meta.get("example_value"))
+        if isinstance(tensor, torch.Tensor)
+    )

@@ -10,9 +10,8 @@ from torch import fx
 from te_inductor import compat, targets
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal
-from te_inductor.ops.layers.deferred import Deferred
-from te_inductor.ops.layers.main_grad import MainGrad
 from te_inductor.ops.layers.parts import GradientSink
+from te_inductor.ops.layers.sinks import Deferred, MainGrad
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import holder_path, inner_path, module_path
 from te_inductor.passes.graph.operators import name

@@ -1,19 +1,28 @@
-"""The passes that find losses behind output layers, and put losses in high precision in their places."""
+"""The passes that find losses behind output layers, and put losses in high precision in their places.
 
+Logits may be DTensors that are sharded by words, those of an output layer of `ColwiseParallel(use_local_output=False)`,
+as `loss_parallel` wants it. Each rank computes its own words' part: Note [Loss of chunks] in runtime/eager/losses.py.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch.nn.functional as F
 from torch import fx
 
-from te_inductor import targets
+from te_inductor import compat, targets
 from te_inductor.diagnostics import Refusal
+from te_inductor.distributed.parallel import is_shard
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.values import is_gathered, value
-from te_inductor.passes.pre_grad.loss import reading, shared_words
+from te_inductor.passes.pre_grad.loss import reading
 from te_inductor.passes.pre_grad.loss.reading import Reading
 from te_inductor.passes.pre_grad.loss.site import LossOfLinear, LossPart, has_known_sizes, rewrite_in_high_precision
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.passes.pre_grad.sites.tensor_parallel import TensorParallel
 from te_inductor.presentation.report import LossSite, Unmet
-from te_inductor.recipes.losses import slots_of_loss
+from te_inductor.recipes.losses import SharedWords, slots_of_loss
 from te_inductor.runtime.omitted_logits import OmittedOutput
 
 # From how many words on a loss is computed in chunks. By the tokens, of which there may be more on one rank than on
@@ -32,9 +41,9 @@ def match_losses(plan: Plan) -> None:
         node, site = found.call, sites.get(found.product)
         if site is None or node in parts:
             continue  # nothing says that there is an output layer, or the loss is one row's of another one
-        refusal = _refusal_of_layer(site.match) or shared_words.refusal(found) or found.refusal
+        refusal = _refusal_of_layer(site.match) or _refusal_of_words(found) or found.refusal
         if refusal is None:
-            match, found = shared_words.opened(site.match, found)
+            match, found = _opened(site.match, found)
             refusal = _refusal(plan, site, match, found, in_grad_mode)
         if refusal is None:
             site.rule = LossOfLinear()
@@ -139,3 +148,56 @@ def _places(graph: fx.Graph, found: Reading) -> list[OmittedOutput]:
     outputs = results if isinstance(results, tuple | list) else (results,)
     words = value(found.product).shape[-1]
     return [OmittedOutput(place, words, value(one).dtype) for place, one in enumerate(outputs) if one in found.outputs]
+
+
+def _refusal_of_words(found: Reading) -> Refusal | None:
+    """Why ranks do not compute their words' parts of a loss; None of logits that are no DTensor."""
+    mesh = compat.mesh_of_dtensor(value(found.product))
+    if mesh is None:
+        return None
+    if not all(map(_is_by_words, (found.product, *found.between))):
+        return Refusal(
+            "the output layer is tensor parallel, and its logits are gathered: leave them as they are sharded"
+            " (ColwiseParallel(use_local_output=False)), and run the step inside of loss_parallel()"
+        )
+    if found.call.target not in (F.cross_entropy, F.nll_loss):
+        return Refusal("its words are shared by ranks, and it is written otherwise than F.cross_entropy")
+    if not _is_whole(found.call, mesh) or not (_is_plain(found.labels) or _is_whole(found.labels, mesh)):
+        return Refusal("its words are shared by ranks, and its labels or its results are sharded too")
+    if found.loss.smoothing:
+        return Refusal("its words are shared by ranks, and its labels are smoothed")
+    if found.loss.sums:
+        return Refusal("its words are shared by ranks, and the logarithms of its sums are read too")
+    return None
+
+
+def _opened(match: Match, found: Reading) -> tuple[Match, Reading]:
+    """The output layer and its loss, with what they are among the ranks that share its words. The layer reads x as it is
+    behind a gather, which is saved for the backward anyway."""
+    part = match.part(TensorParallel)
+    if part is None:
+        return match, found
+    assert part.parallel is not None  # as its refusals say
+    shared = SharedWords(part.parallel.group, part.parallel.ranks, value(match.node).shape[-1])
+    gathered = match.before[:1] if part.parallel.gathers else ()
+    x, before = (gathered[0], ()) if gathered else (match.x, match.before)
+    whole = match.having(part.of_words, x=x, before=before, behind=())
+    return whole, replace(found, loss=replace(found.loss, shared=shared))
+
+
+def _is_plain(node: fx.Node) -> bool:
+    return compat.mesh_of_dtensor(value(node)) is None
+
+
+def _is_by_words(node: fx.Node) -> bool:
+    """Whether a tensor (…, V) is sharded along V."""
+    tensor: Any = value(node)
+    if _is_plain(node) or len(tensor.placements) != 1:
+        return False
+    [placement] = tensor.placements
+    return is_shard(placement) and placement.dim % tensor.dim() == tensor.dim() - 1
+
+
+def _is_whole(node: fx.Node, mesh: Any) -> bool:
+    tensor: Any = value(node)
+    return compat.mesh_of_dtensor(tensor) == mesh and all(one.is_replicate() for one in tensor.placements)

@@ -35,7 +35,7 @@ from te_inductor.passes.graph.writes import Writes, chain
 from te_inductor.passes.pre_grad.plan import Candidate, Plan, SitePlace, Unlowered
 from te_inductor.passes.pre_grad.sites import grouped
 from te_inductor.passes.pre_grad.sites import products as products_of
-from te_inductor.passes.pre_grad.sites.backward import Backward, Gradients
+from te_inductor.passes.pre_grad.sites.part import Backward, Gradients
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.presentation.paths import without_wrappers
 

@@ -1,8 +1,14 @@
 """The passes that find the linear layers of a graph, and its other matrix products."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
+from te_inductor import compat
+from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.aliases import is_opaque
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import (
@@ -11,21 +17,26 @@ from te_inductor.passes.graph.module_path import (
     module_path,
     parameter_name,
 )
-from te_inductor.passes.graph.owners import owner_of
+from te_inductor.passes.graph.owners import from_parameter, owner_of
 from te_inductor.passes.pre_grad.plan import Candidate, Plan, SitePlace, Unlowered
 from te_inductor.passes.pre_grad.sites import (
     RULES,
     attention,
     contractions,
-    functions,
     grouped,
     parallel,
     products,
     sharded,
     single_products,
 )
+from te_inductor.passes.pre_grad.sites.products import Product
 from te_inductor.presentation.paths import without_wrappers
 from te_inductor.recipes.regions import Region
+
+# Dynamo makes two bodies of an `autograd.Function`, one a direction, and the products of the second are of gradients,
+# which look like any other activation there: a layer's rule would cast them as one. So no rule reads such a body, nor
+# the graph that compiled autograd captures, and the report names its products that a layer's backward has too.
+_BY_HAND = Refusal("in the backward of an autograd.Function, which says itself what it multiplies in which precision")
 
 
 def write_numbers(plan: Plan) -> None:
@@ -91,7 +102,7 @@ def match_sites(plan: Plan) -> None:
 
 def _forwards(plan: Plan, bodies: Bodies) -> list[fx.Graph]:
     """The graph and the bodies in it, but for backwards that are written by hand."""
-    backwards = functions.backwards(bodies)
+    backwards = _backwards(bodies)
     return [module.graph for module in plan.graph_modules() if module.graph not in backwards]
 
 
@@ -108,10 +119,10 @@ def list_products(plan: Plan) -> None:
         weight = next(one for one in product.operands if weights.is_weight(one))
         inner = _inner(plan, path, product.node, weight, bodies)
         plan.products.unlowered.append(Unlowered(product, SitePlace(path, inner, _around(plan, product.node)), refusal))
-    for product, gemm, weight, call in functions.products_by_hand(bodies):
+    for product, gemm, weight, call in _products_by_hand(bodies):
         path = module_path(call)
         place = SitePlace(path, _inner(plan, path, call, weight, bodies), _around(plan, product.node))
-        plan.products.unlowered.append(Unlowered(product, place, functions.BY_HAND, gemm))
+        plan.products.unlowered.append(Unlowered(product, place, _BY_HAND, gemm))
 
 
 def _around(plan: Plan, node: fx.Node) -> tuple[Region | None, ...]:
@@ -132,3 +143,40 @@ def _inner(plan: Plan, module: str, node: fx.Node, weight: fx.Node, bodies: Bodi
     holder, _, parameter = without_wrappers(name).rpartition(".")
     inner = inner_path(module, holder)
     return ".".join(filter(None, (inner, parameter))) if grouped else inner
+
+
+def _backwards(bodies: Bodies) -> list[fx.Graph]:
+    """The graphs whose products are of gradients."""
+    if not compat.captures_a_backward():
+        return bodies.by_hand
+    return [module.graph for module in bodies.root.modules() if isinstance(module, fx.GraphModule)]
+
+
+def _products_by_hand(bodies: Bodies) -> Iterator[tuple[Product, str, fx.Node, fx.Node]]:
+    """The products of such graphs with a weight, and those that make parameters' gradients alone: which GEMM of a layer
+    each is, the weight, and the node of the module that it belongs to."""
+    for graph in _backwards(bodies):
+        call = bodies.backwards.get(graph)
+        makes = {} if call is None else _made_for(graph, call)
+        for node in graph.nodes:
+            product = products.read(node)
+            if product is None:
+                continue
+            weight = next((one for one in product.operands if from_parameter(one, bodies)), None)
+            if weight is not None:
+                yield product, "dgrad", weight, call or node
+            elif makes.get(node) and all(from_parameter(one, bodies) for one in makes[node]):
+                yield product, "wgrad", makes[node][0], call or node
+
+
+def _made_for(graph: fx.Graph, call: fx.Node) -> dict[fx.Node, list[fx.Node]]:
+    """The operands of the function of whose gradients each node of its backward is a part."""
+    found: dict[fx.Node, dict[fx.Node, None]] = {}
+    gradients: Any = pytree.arg_tree_leaves(*graph.output_node().args)
+    for gradient, operand in zip(gradients, call.args[2:], strict=False):
+        if isinstance(gradient, fx.Node) and isinstance(operand, fx.Node):
+            found.setdefault(gradient, {})[operand] = None
+    for node in reversed(graph.nodes):
+        for source in node.all_input_nodes if node.op != "output" else ():
+            found.setdefault(source, {}).update(found.get(node, {}))
+    return {node: list(operands) for node, operands in found.items()}

@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.decide import merging, transforms, weight_grads
 from te_inductor.passes.pre_grad.decide.delayed import GroupsOf, guard_on_moves, note_forms
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
-from te_inductor.passes.pre_grad.rewrite import annotations, between_ranks, delayed, selective
+from te_inductor.passes.pre_grad.rewrite import between_ranks, delayed, selective
 from te_inductor.passes.pre_grad.rewrite.extras import (
     CachedSites,
     ExtraArguments,
@@ -83,7 +83,7 @@ def rewrite_sites(plan: Plan) -> None:
     transforms.translate(plan.gm)
     for module in plan.graph_modules():
         regions.erase(module.graph)
-        annotations.spread(module.graph)
+        _spread_annotations(module.graph)
         selective.translate(module)
         module.recompile()
 
@@ -190,3 +190,19 @@ def _delayed_sites(
         recipe: delayed.DelayedSites(bodies, state, recipe, found, merged, extras.keeps, groups, plan.writes)
         for recipe, found in by_recipe.items()
     }
+
+
+def _spread_annotations(graph: fx.Graph) -> None:
+    """Give nodes that a rewrite has made, which are the ones without any meta, what users said of the node behind them by
+    `torch.fx.traceback.annotate`, for whose sake they stand there; at the end of the graph, of the node in front. What
+    torch says by it, as `region_activation_memory_budget`, is refused where some op is not in the region."""
+    for nodes in (reversed(graph.nodes), graph.nodes):
+        _copy_annotations(node for node in nodes if node.op.startswith("call_"))
+
+
+def _copy_annotations(nodes: Iterable[fx.Node]) -> None:
+    annotations = None
+    for node in nodes:
+        if not node.meta and annotations:
+            node.meta["custom"] = annotations
+        annotations = node.meta.get("custom")

@@ -23,9 +23,9 @@ from te_inductor.passes.graph.tracing import take_place, traced_into
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.match.gradients import matrix
 from te_inductor.passes.pre_grad.plan import Plan
-from te_inductor.passes.pre_grad.sites.backward import Backward, Gradients
 from te_inductor.passes.pre_grad.sites.grouped import Grouped
 from te_inductor.passes.pre_grad.sites.linear import Addmm, ParameterProduct
+from te_inductor.passes.pre_grad.sites.part import Backward, Gradients
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.recipes import Slots
 from te_inductor.runtime.eager import grouped

@@ -1,14 +1,17 @@
 """What a site may have besides an input, a weight and a bias: a part each, which answers for itself. The passes ask all
-parts of a site, so that another part is one file."""
+parts of a site, so that another part is one class."""
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import fx
 
 from te_inductor.diagnostics import Refusal
 from te_inductor.ops import LayerSpec
+from te_inductor.ops.gathered_weight import GatheredWeight
+from te_inductor.passes.graph.values import value
 from te_inductor.passes.graph.writes import Writes
 from te_inductor.recipes import Slots
 
@@ -97,3 +100,87 @@ class Unfit(SitePart):
 
     def refuse(self, match: "Match") -> Refusal | None:
         return self.refusal
+
+
+@dataclass(frozen=True)
+class OwnBackward(SitePart):
+    """What such a backward asks for, of the layer's slots."""
+
+    slots: Slots
+
+    def refuse(self, match: "Match") -> Refusal | None:
+        if isinstance(value(match.weight), GatheredWeight) and self.slots.multiplies_given:
+            return Refusal(
+                "the backward multiplies by the weight itself, which was gathered in low precision;"
+                " backward='dequantized' multiplies by what was gathered"
+            )
+        dtype = value(match.node).dtype
+        if match.dims > 2 and dtype != torch.bfloat16 and (self.slots.dgrad.is_high or self.slots.wgrad.is_high):
+            return Refusal(
+                "the backward of experts in high precision is torch's grouped product, which it compiles for bfloat16"
+                " alone, here is %s",
+                str(dtype).removeprefix("torch."),
+            )
+        return None
+
+    def refuse_taken(self, match: "Match", deferred: bool) -> Refusal | None:
+        if self.slots.wgrad.is_high and match.dims > 2:
+            return Refusal("torch's grouped product, which the backward is in high precision, adds to no total")
+        if self.slots.wgrad.is_high and deferred:
+            return Refusal("it multiplies tensors of the program, which may have changed when it runs")
+        return None
+
+    def refuse_gathered(self) -> Refusal | None:
+        if self.slots.multiplies_given:
+            return Refusal("the backward multiplies by the weight itself, or casts it by another recipe")
+        return None
+
+    def refuse_exchanged(self) -> Refusal | None:
+        return Refusal("the backward multiplies them in another precision than the forward")
+
+    def refuse_loss(self) -> Refusal | None:
+        return Refusal("its backward is computed with the loss, in the recipe's own precision alone")
+
+
+@dataclass(frozen=True)
+class Gather(SitePart):
+    """How a weight is gathered in front of the layer."""
+
+    between_ranks: ClassVar[bool] = True
+    shard: fx.Node  # a DTensor, of the ranks' rows
+    dtype: torch.dtype  # in which it is gathered
+    backward_dtype: torch.dtype  # in which its gradient is reduced
+    nodes: tuple[fx.Node, ...]  # what gathers it, the last first
+    refusal: Refusal | None = None  # why no bytes of its cast are gathered instead
+
+    def may_merge(self, match: "Match", slots: Slots) -> bool:
+        """Each weight is cast with its own scale, or is no input of the graph."""
+        return False
+
+    def describe(self, slots: Slots) -> list[str]:
+        if self.refusal is None:
+            return [f"the graph gathers its weight in {slots.weight.element}"]
+        return [f"the graph gathers its weight in {str(self.dtype).removeprefix('torch.')}: {self.refusal}"]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The products of one layer's backward."""
+
+    dy: fx.Node  # (M, N), or (N, M) where `dy_transposed`
+    dy_transposed: bool
+    dgrad: fx.Node | None  # (M, K); None where x wants no gradient
+    wgrad: fx.Node | None  # (N, K), or (K, N) where `wgrad_transposed`; None where the weight wants none
+    wgrad_transposed: bool = False
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return [node for node in (self.dgrad, self.wgrad) if node is not None]
+
+
+@dataclass(frozen=True)
+class Backward(SitePart):
+    """What is known of a layer's backward in a graph that has both."""
+
+    gradients: Gradients | None = None  # None: it has none, or that is not known
+    unplaced: Refusal | None = None  # why it is not known

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from te_inductor.diagnostics import Refusal
+from te_inductor.diagnostics import Outside, Refusal
 from te_inductor.passes.graph import operators
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import source_of
@@ -23,8 +23,13 @@ from te_inductor.passes.graph.operators import GROUPED, Call, Kind, name
 from te_inductor.passes.graph.owners import from_parameter
 from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import Writes
-from te_inductor.passes.pre_grad.sites import contractions, convolutions, recurrent
+from te_inductor.passes.pre_grad.sites import contractions, convolutions
 
+_RECURRENT = frozenset(
+    "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split()  # as torch._VF has them
+)
+# Recurrent layers, and their cells, are one node each, which multiplies few rows: the report names and counts them.
+RECURRENT = Outside("no recipe is for a recurrent layer, each step of which waits for the one before it")
 _LETTERS = "".join(chr(0x200 + place) for place in range(64))  # of dimensions that an equation leaves unnamed
 
 
@@ -47,14 +52,14 @@ class Product:
         """What `Site.pattern` calls it."""
         if name(self.node) in convolutions.NAMES:
             return "convolution"
-        if name(self.node) in recurrent.NAMES:
+        if name(self.node) in _RECURRENT:
             return "recurrent"
         return "grouped_linear" if self.grouped else "matmul"
 
 
 def read(node: fx.Node) -> Product | None:
     """The node as a product, None where it is none, or sums over a single element, as an outer product does."""
-    if node.op not in ("call_function", "call_method") or not (is_tensor(node) or name(node) in recurrent.NAMES):
+    if node.op not in ("call_function", "call_method") or not (is_tensor(node) or name(node) in _RECURRENT):
         return None
     reader = _READERS.get(name(node))
     if reader is None or (isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "te_inductor"):
@@ -142,8 +147,8 @@ def refusal(product: Product, weights: Weights) -> Refusal:
     if product.grouped:
         return Refusal("experts' products of other shapes than rows (M, K) and weights (E, K, N), or without offsets")
     node = product.node
-    if name(node) in recurrent.NAMES:
-        return recurrent.OUTSIDE
+    if name(node) in _RECURRENT:
+        return RECURRENT
     if name(node) in convolutions.NAMES and (why := convolutions.refusal(node)) is not None:
         return why
     operands = [one for one in product.operands if weights.is_weight(one)]
@@ -263,7 +268,7 @@ def _convolution(node: fx.Node) -> Product | None:
 
 
 def _recurrent(node: fx.Node) -> Product | None:
-    found = recurrent.operands(node)
+    found = _recurrent_operands(node)
     if found is None:
         return None
     x, weights = found
@@ -358,9 +363,17 @@ _READERS: dict[str, Callable[[fx.Node], Product | None]] = {
     **dict.fromkeys(GROUPED, _grouped),
     **dict.fromkeys(("chain_matmul", "multi_dot", "linalg_multi_dot"), _chained),
     **dict.fromkeys(convolutions.NAMES, _convolution),
-    **dict.fromkeys(recurrent.NAMES, _recurrent),
+    **dict.fromkeys(_RECURRENT, _recurrent),
     "linear": _linear,
     "einsum": _einsum,
     **{name: partial(_contraction, contractions.READERS[name]) for name in ("tensordot", "inner")},
     "bilinear": _bilinear,
 }
+
+
+def _recurrent_operands(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
+    """The input (..., K) of a recurrent layer, and its weights (N, K), each of which multiplies as many rows."""
+    x, *others = node.args
+    given = pytree.tree_leaves(others[1:])  # behind the state, or the lengths and states of 3 dimensions
+    weights = [one for one in given if is_tensor(one) and value(one).dim() == 2]
+    return (x, weights) if is_tensor(x) and weights else None

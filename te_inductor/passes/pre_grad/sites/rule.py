@@ -19,12 +19,10 @@ from te_inductor.kernels.problem import Program
 from te_inductor.ops.layers.parts import is_turned
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.sites import requirements
-from te_inductor.passes.pre_grad.sites.backward import Backward, Gradients
 from te_inductor.passes.pre_grad.sites.exchanges import ExchangeNodes, Exchanges
 from te_inductor.passes.pre_grad.sites.groups import Groups
-from te_inductor.passes.pre_grad.sites.part import SitePart
+from te_inductor.passes.pre_grad.sites.part import Backward, Gather, Gradients, SitePart
 from te_inductor.passes.pre_grad.sites.tensor_parallel import TensorParallel
-from te_inductor.passes.pre_grad.sites.weight_gather import Gather
 from te_inductor.recipes import Slots
 
 P = TypeVar("P", bound=SitePart)

@@ -11,8 +11,8 @@ from te_inductor import compat
 from te_inductor.diagnostics import Refusal
 from te_inductor.distributed.parallel import is_shard
 from te_inductor.passes.graph.values import is_tensor, value
+from te_inductor.passes.pre_grad.sites.part import Gather
 from te_inductor.passes.pre_grad.sites.rule import Match
-from te_inductor.passes.pre_grad.sites.weight_gather import Gather
 
 SHARED = Refusal("something else reads it too, in high precision")
 

@@ -1,5 +1,7 @@
-"""A weight gradient that is added to its total: by CUTLASS in the GEMM's epilogue, where the tuned table has a tile for
-it, else by a kernel behind the GEMM."""
+"""Weight gradients that go to no autograd. One that is added to its total is by CUTLASS in the GEMM's epilogue, where the
+tuned table has a tile for it, else by a kernel behind the GEMM. The operands of one that waits are left for later: the
+op's eager kernel keeps them, in memory that nobody writes again (Note [Weight gradients that wait] in
+runtime/gradients/deferred_wgrads.py)."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,16 +9,22 @@ from typing import Any
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler, lowerings
+from torch._inductor.virtualized import V
 
 from te_inductor import ops
 from te_inductor.lowerings.gemm import cutlass_choices
 from te_inductor.lowerings.gemm.scaled_mm import scaled_mm
 from te_inductor.lowerings.registry import lowering
 from te_inductor.recipes import Gemm
-from te_inductor.templates.cutlass import scaled_mm_ops
+from te_inductor.runtime.definition import op_of
+from te_inductor.templates.cutlass import launch
 
 aten = torch.ops.aten
-_add_scaled_mm = fallback_handler(scaled_mm_ops.add_scaled_mm, add_to_fallback_set=False)
+# What generated code calls CUTLASS's GEMMs by that change a tensor.
+_add_scaled_mm = fallback_handler(
+    op_of(launch.add_scaled_mm, lambda *operands: None, name="cutlass_add_scaled_mm"), add_to_fallback_set=False
+)
+_keep = fallback_handler(ops.defer_wgrad, add_to_fallback_set=False)
 
 
 @lowering(ops.accumulate_wgrad)
@@ -53,3 +61,13 @@ def _rows(x: Any, totals: Sequence[ir.TensorBox]) -> Iterator[ir.TensorBox]:
         end = start + total.get_size()[0]
         yield lowerings[aten.slice](x, 0, start, end) if x.get_size() and len(totals) > 1 else x
         start = end
+
+
+@lowering(ops.defer_wgrad)
+def defer_wgrad(*operands: Any) -> None:
+    known = len(V.graph.operations)
+    _keep(*operands, copy=False)
+    # What the kernel is called with, behind views, and copies into the layout that it asks for. Inductor's own op that
+    # keeps a tensor (torch/_inductor/ir.py, SetSourceTensorKernel) says so in the same way.
+    [kernel] = [operation for operation in V.graph.operations[known:] if isinstance(operation, ir.FallbackKernel)]
+    V.graph.never_reuse_buffers.update(operand.get_name() for operand in kernel.inputs)  # type: ignore[union-attr]
