@@ -48,7 +48,7 @@ def register_kernels() -> None:
     """Stored weights' own, before anything calls them: eager code, generated code, and such as a compile cache
     returns."""
     if has_triton_package():
-        from te_inductor.templates.triton import experts_ops, nvfp4_ops  # noqa: F401
+        from te_inductor.templates.triton import stored_ops  # noqa: F401
 
 
 class StoredWeight(Tensor):

@@ -56,10 +56,9 @@ def test_a_device_without_kernels_calls_ops():
 def test_kernels_have_their_ops_arguments(device):
     """A call means what it means for the op, by position and by name."""
     pytest.importorskip("triton")
-    import te_inductor.templates.triton.experts_ops
     import te_inductor.templates.triton.grouped_ops
-    import te_inductor.templates.triton.nvfp4_ops
     import te_inductor.templates.triton.scale_updates
+    import te_inductor.templates.triton.stored_ops
     import te_inductor.templates.triton.token_losses  # noqa: F401
 
     apart = {

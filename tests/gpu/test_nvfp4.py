@@ -23,7 +23,7 @@ is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 
 @pytest.fixture(autouse=True)
 def kernels():
-    from te_inductor.templates.triton import nvfp4_ops  # noqa: F401
+    from te_inductor.templates.triton import stored_ops  # noqa: F401
 
 
 def every_pair() -> tuple[torch.Tensor, torch.Tensor]:

@@ -34,7 +34,7 @@ def stored(device: str, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def nvfp4_rows(m: int, k: int = 1024) -> Build:
     def build(device):
-        from te_inductor.templates.triton import nvfp4_ops  # noqa: F401
+        from te_inductor.templates.triton import stored_ops  # noqa: F401
 
         run = lambda x, *weight: ops_stored.nvfp4_linear(x, *weight, torch.bfloat16)  # noqa: E731
         return run, (on(device, m, k), *stored(device, 512, k))
@@ -44,7 +44,7 @@ def nvfp4_rows(m: int, k: int = 1024) -> Build:
 
 def nvfp4_prompt(m: int) -> Build:
     def build(device):
-        from te_inductor.templates.triton import nvfp4_ops  # noqa: F401
+        from te_inductor.templates.triton import stored_ops  # noqa: F401
 
         x, scale = on(device, m, 1024).to(torch.float8_e4m3fn), torch.ones(m, 1, device=device)
         run = lambda x, *given: ops_stored.nvfp4_linear_fp8(x, *given, torch.bfloat16)  # noqa: E731
@@ -54,13 +54,13 @@ def nvfp4_prompt(m: int) -> Build:
 
 
 def nvfp4_written_out(device):
-    from te_inductor.templates.triton import nvfp4_ops  # noqa: F401
+    from te_inductor.templates.triton import stored_ops  # noqa: F401
 
     return lambda *weight: ops_stored.nvfp4_dequantize(*weight, 1024, torch.bfloat16), stored(device, 512, 1024)
 
 
 def nvfp4_recast(device):
-    from te_inductor.templates.triton import nvfp4_ops  # noqa: F401
+    from te_inductor.templates.triton import stored_ops  # noqa: F401
 
     return lambda *weight: ops_stored.nvfp4_recast(*weight)[0].float(), stored(device, 512, 1024)
 

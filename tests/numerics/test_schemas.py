@@ -44,6 +44,6 @@ def test_kernels_for_cuda_are_of_ops_that_there_are():
     """`implement_on_cuda` takes names, and torch takes a kernel of an op that nobody defines."""
     pytest.importorskip("triton")
     from te_inductor import fused, lowerings  # noqa: F401
-    from te_inductor.templates.triton import decode_attention, experts_ops, grouped_ops, nvfp4_ops, scale_updates  # noqa: F401
+    from te_inductor.templates.triton import decode_attention, grouped_ops, scale_updates, stored_ops  # noqa: F401
 
     assert not [one for one in torch._C._dispatch_find_dangling_impls() if "te_inductor::" in one]

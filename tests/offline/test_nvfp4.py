@@ -437,14 +437,14 @@ def test_generated_prompt_of_any_length():
 
 def test_prompts_of_many_rows(monkeypatch):
     """The op, behind as many rows as its kernel takes: the cast and the library's GEMM, here on a CPU."""
-    from te_inductor.templates.triton import nvfp4_ops
+    from te_inductor.templates.triton import stored_ops
 
     pretend(monkeypatch, (9, 0))
-    monkeypatch.setattr(nvfp4_ops, "nvfp4_expand", nvfp4)
+    monkeypatch.setattr(stored_ops, "nvfp4_expand", nvfp4)
     codes, *scales = nvfp4.quantize(torch.randn(24, 256))
     weight = nvfp4.store(codes), *scales
     x, x_scale = torch.randn(PROMPT_ROWS + 1, 256).to(torch.float8_e4m3fn), torch.rand(513, 1)
-    y = nvfp4_ops._linear_fp8(x, x_scale, *weight, torch.float32)
+    y = stored_ops._linear_fp8(x, x_scale, *weight, torch.float32)
     expected = nvfp4.linear_fp8(x, x_scale, *weight, torch.float32)
     assert torch.linalg.vector_norm(y - expected) <= 1e-6 * torch.linalg.vector_norm(expected)
 

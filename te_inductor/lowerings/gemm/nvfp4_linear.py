@@ -28,7 +28,7 @@ def nvfp4_linear(
     device = x.get_device_or_error()
     if device.type != "cuda":
         return called(ops_stored.nvfp4_linear, x, stored, block_scale, tensor_scale, out_dtype)
-    from te_inductor.templates.triton import nvfp4_ops
+    from te_inductor.templates.triton import stored_ops
 
     (m, k), n = x.get_size(), stored.get_size()[0]
     sizes = [compat.size_hint(V.graph.sizevars, size) for size in (m, n, k)]
@@ -36,7 +36,7 @@ def nvfp4_linear(
     if config is None:
         return called(ops_stored.nvfp4_linear, x, stored, block_scale, tensor_scale, out_dtype)
     given = (_ARRANGED[config.kind](x), stored, block_scale, tensor_scale, config, out_dtype)
-    return added_up(nvfp4_ops.partial_sums, *given, splits=config.splits, out_dtype=out_dtype)
+    return added_up(stored_ops.partial_sums, *given, splits=config.splits, out_dtype=out_dtype)
 
 
 # x in the order of each kernel, as part of the kernel that makes x.
@@ -84,7 +84,7 @@ def nvfp4_linear_fp8(
     few = V.graph.sizevars.statically_known_leq(rows, nvfp4_fp8.PROMPT_ROWS)
     if not few or not nvfp4_fp8.runs(targets.of(device)):
         return called(ops_stored.nvfp4_linear_fp8, *given, out_dtype)
-    from te_inductor.templates.triton import nvfp4_ops
+    from te_inductor.templates.triton import stored_ops
 
     sizes = *x.get_size(), stored.get_size()[0]
     m, k, n = (compat.size_hint(V.graph.sizevars, size) for size in sizes)
@@ -93,7 +93,7 @@ def nvfp4_linear_fp8(
     cut = lowerings[aten.view](x, [sizes[0], k // 128, 4, 2, 4, 4])
     cut = ir.TensorBox(ir.ExternKernel.require_exact_strides(cut, [k, 128, 4, 16, 32, 1]))
     x = lowerings[aten.view](lowerings[aten.permute](cut, [0, 1, 4, 3, 2, 5]), [sizes[0], k])
-    op, args = nvfp4_ops.fp8_partial_sums, (x, *given[1:], config, out_dtype)
+    op, args = stored_ops.fp8_partial_sums, (x, *given[1:], config, out_dtype)
     return added_up(op, *args, splits=config.splits, out_dtype=out_dtype, early=False)
 
 

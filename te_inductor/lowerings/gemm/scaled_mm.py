@@ -16,14 +16,40 @@ from te_inductor.kernels.select import select
 from te_inductor.lowerings.casts import blocks
 from te_inductor.lowerings.casts.narrowing import narrowed
 from te_inductor.lowerings.gemm import cutlass_choices, microscaled_mm
-from te_inductor.lowerings.gemm.fixed_order import fixed_mm
-from te_inductor.lowerings.gemm.partial_sums import added_up
+from te_inductor.lowerings.gemm.partial_sums import added_up, called
 from te_inductor.lowerings.registry import lowering
 from te_inductor.numerics import scaled_products
 from te_inductor.numerics.scaled_products import Matrices, ScaledProduct, transposed, with_bias
 from te_inductor.recipes import Gemm
 
 aten = torch.ops.aten
+
+
+@lowering(ops.fixed_mm)
+def fixed_mm(
+    a: ir.TensorBox,  # (B, M, K)
+    b: ir.TensorBox,  # (B, N, K), or (B, K, N) where it is turned
+    a_scale: ir.TensorBox | None,  # as the eager kernel has them
+    b_scale: ir.TensorBox | None,
+    blocked: bool,
+    out_dtype: torch.dtype,
+    turned: bool = False,
+) -> ir.TensorBox:  # (B, M, N)
+    """Calls our kernel on CUDA: Note [One order of sums] in kernels/fixed_order.py. On a CPU it is a sum over the last of
+    four dimensions, which generated code makes one element after the other, where it neither has vectors nor threads
+    (passes/pre_grad/decide/invariance.py)."""
+    if a.get_device_or_error().type == "cuda":
+        return called(ops.fixed_mm, a, b, a_scale, b_scale, blocked, out_dtype, turned)  # type: ignore[no-any-return]
+    for operand in (a, b):  # once: each element is read N times, or M times
+        operand.realize()
+    b = lowerings[aten.permute](b, [0, 2, 1]) if turned else b
+    wide_a, wide_b = (lowerings[torch.ops.prims.convert_element_type](x, torch.float32) for x in (a, b))
+    products = lowerings[aten.mul](lowerings[aten.unsqueeze](wide_a, 2), lowerings[aten.unsqueeze](wide_b, 1))
+    y = lowerings[aten.sum](products, [3])
+    if a_scale is not None and b_scale is not None:
+        turned = lowerings[aten.permute](b_scale, list(reversed(range(len(b_scale.get_size())))))
+        y = lowerings[aten.mul](y, lowerings[aten.mul](a_scale, turned))
+    return narrowed(y, out_dtype)
 
 
 class InductorMatrices(Matrices):

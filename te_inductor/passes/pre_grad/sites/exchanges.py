@@ -1,5 +1,5 @@
 """What stands around the layers of experts whose rows are exchanged between ranks: Note [Rows between ranks] in
-distributed/exchange.py.
+ops/layers/exchanged.py.
 
 In front: ``all_to_all_single(x, …) -> wait -> [order]``. Behind: ``made = new_empty(…); made[order] = y``, or y itself,
 ``-> all_to_all_single -> wait``. As `torch.distributed._functional_collectives` writes them."""

@@ -1,5 +1,5 @@
-"""The NVFP4 kernels as ops: `nvfp4_partial_sums` and `nvfp4_fp8_partial_sums`, which lowerings emit, and the stored
-weights' ops on CUDA tensors."""
+"""The kernels of stored weights as ops: `nvfp4_partial_sums` and `nvfp4_fp8_partial_sums`, which lowerings emit, and the
+ops of dense weights and of experts' on CUDA tensors, which are plain torch where the device does not run a kernel."""
 
 import torch
 from torch import Tensor
@@ -7,12 +7,52 @@ from torch import Tensor
 from te_inductor import targets
 from te_inductor.kernels import nvfp4_fp8 as prompt_policy
 from te_inductor.kernels import nvfp4_linear as policy
+from te_inductor.kernels.experts_decode import runs, scales_as
 from te_inductor.kernels.problem import Sizes
 from te_inductor.numerics import nvfp4
+from te_inductor.recipes import Quantizer
 from te_inductor.runtime.definition import implement_on_cuda, op_of
-from te_inductor.runtime.eager import dense
-from te_inductor.templates.triton import nvfp4_expand, nvfp4_fp8, nvfp4_linear, nvfp4_store
+from te_inductor.runtime.eager import dense, experts
+from te_inductor.templates.triton import experts_decode, nvfp4_expand, nvfp4_fp8, nvfp4_linear, nvfp4_store
 from te_inductor.templates.triton.partial_sums import add_up, sum_dtype
+
+
+def _nvfp4_product(
+    x: Tensor,
+    ends: Tensor | None,
+    ids: Tensor | None,
+    stored: Tensor,
+    block_scale: Tensor,
+    tensor_scale: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    if not runs(targets.of(x.device), True, x.dtype):
+        return experts.nvfp4_product(x, ends, ids, stored, block_scale, tensor_scale, out_dtype)
+    return experts_decode.nvfp4_product(x, ends, ids, stored, block_scale, tensor_scale, out_dtype)
+
+
+def _fp8_product(
+    x: Tensor,
+    ends: Tensor | None,
+    ids: Tensor | None,
+    values: Tensor,
+    scale_inv: Tensor,
+    quantizer: Quantizer,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    target = targets.of(x.device)
+    if not runs(target, False, x.dtype) or not scales_as(quantizer.format, quantizer.granularity):
+        return experts.fp8_product(x, ends, ids, values, scale_inv, quantizer, out_dtype)
+    assembly = policy.runs(target)  # which has the instructions that those kernels want
+    return experts_decode.fp8_product(x, ends, ids, values, scale_inv, quantizer, out_dtype, assembly)
+
+
+def _experts_dequantize(
+    stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, k: int, dtype: torch.dtype
+) -> Tensor:
+    run = nvfp4_expand.dequantize if _runs_on(stored.device) else experts.nvfp4_dequantize
+    return run(stored, block_scale, tensor_scale, k, dtype)
+
 
 partial_sums = op_of(
     nvfp4_linear.partial_sums,
@@ -79,4 +119,7 @@ implement_on_cuda(
     nvfp4_dequantize=_dequantize,
     nvfp4_recast=_recast,
     nvfp4_store=_store,
+    nvfp4_experts=_nvfp4_product,
+    fp8_experts=_fp8_product,
+    nvfp4_experts_dequantize=_experts_dequantize,
 )
