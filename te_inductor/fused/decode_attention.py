@@ -18,6 +18,7 @@ from te_inductor.kernels import fp8_small_m
 from te_inductor.kernels.select import select
 from te_inductor.ops import stored
 from te_inductor.passes.graph.gemm_nodes import problem_of
+from te_inductor.passes.graph.tracing import insert
 from te_inductor.runtime.eager import decode_attention as eager
 
 aten = torch.ops.aten
@@ -66,18 +67,12 @@ def _has_few_rows(node: fx.Node) -> bool:
 def _emit(graph: fx.Graph, found: DecodeAttention) -> fx.Node:
     keep = found.mask
     if keep is not None:
-        keep = _call(graph, aten.reshape.default, keep, [-1])
-        keep = _call(graph, aten.bitwise_not.default, keep) if found.drops else keep
-        keep = _call(graph, aten.unsqueeze.default, keep, 0)
-    k = _call(graph, aten.permute.default, found.k, [0, 2, 1])
-    q, k, v = (_call(graph, aten.unsqueeze.default, one, 1) for one in (found.q, k, found.v))
-    return _call(graph, aten.squeeze.dim, _call(graph, ops.decode_attention, q, k, v, keep, found.scale), 1)
-
-
-def _call(graph: fx.Graph, op: Any, *args: Any) -> fx.Node:
-    node = graph.call_function(op, args)
-    node.meta["val"] = op(*(_value(arg) if isinstance(arg, fx.Node) else arg for arg in args))
-    return node
+        keep = insert(graph, aten.reshape.default, keep, [-1])
+        keep = insert(graph, aten.bitwise_not.default, keep) if found.drops else keep
+        keep = insert(graph, aten.unsqueeze.default, keep, 0)
+    k = insert(graph, aten.permute.default, found.k, [0, 2, 1])
+    q, k, v = (insert(graph, aten.unsqueeze.default, one, 1) for one in (found.q, k, found.v))
+    return insert(graph, aten.squeeze.dim, insert(graph, ops.decode_attention, q, k, v, keep, found.scale), 1)
 
 
 def match(node: fx.Node) -> DecodeAttention | None:

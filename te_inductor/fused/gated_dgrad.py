@@ -28,6 +28,7 @@ from te_inductor.passes.graph import activations
 from te_inductor.passes.graph.gemm_nodes import is_plain, problem_of
 from te_inductor.passes.graph.node_kinds import tensor_of
 from te_inductor.passes.graph.pointwise_steps import is_step, translated
+from te_inductor.passes.graph.tracing import insert
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import BLOCK_1X128
 from te_inductor.runtime.definition import op_of
@@ -141,11 +142,7 @@ def _replace(found: _FoundGate, tile: Tile, arch: str) -> None:
     graph, shape = found.cast.graph, found.gemm.meta["val"].shape
     a, a_scale, b, b_scale, _, gemm = found.gemm.args[:6]
     with graph.inserting_before(found.cast):
-        gates = []
-        for gate in found.gates:
-            view = graph.call_function(aten.view.default, (gate, list(shape)))
-            view.meta = {**found.cast.meta, "val": gate.meta["val"].view(shape)}
-            gates.append(view)
+        gates = [insert(graph, aten.view.default, gate, list(shape), like=found.cast.meta) for gate in found.gates]
         given: Any = (a, a_scale, b, b_scale, *gates, gemm, found.gating, found.cast.args[2], tile, arch)
         whole = graph.call_function(gated_gradient, given)
         whole.meta = dict(found.cast.meta)

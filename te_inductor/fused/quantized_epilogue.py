@@ -27,6 +27,7 @@ from te_inductor.ops.gemm import product_like
 from te_inductor.passes.graph.casts import where_quantized
 from te_inductor.passes.graph.gemm_nodes import is_plain, kernel_of
 from te_inductor.passes.graph.pointwise_steps import is_step, translated
+from te_inductor.passes.graph.tracing import insert
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.runtime.definition import op_of
 from te_inductor.runtime.eager import dense
@@ -116,8 +117,7 @@ def _replace(cast: fx.Node, between: list[fx.Node], activation: Activation) -> N
     with graph.inserting_before(cast):
         whole = graph.call_function(quantized_mm, (*gemm.args[:7], activation, *cast.args[1:]))  # type: ignore[arg-type]
         whole.meta = {**cast.meta, "val": cast.meta["val"].view(gemm.meta["val"].shape)}
-        copy = graph.call_function(aten.view.default, (whole, list(cast.meta["val"].shape)))
-        copy.meta = dict(cast.meta)
+        copy = insert(graph, aten.view.default, whole, list(cast.meta["val"].shape), like=cast.meta)
     cast.replace_all_uses_with(copy)
     for node in (cast, *reversed(between)):
         graph.erase_node(node)

@@ -7,8 +7,6 @@ all. It is done where CUTLASS's epilogue was measured to pay, and its sum is rou
 Of training it is done on the joint graph, before it is cut into forward and backward: behind the cut the backward might
 want the GEMM's own output, from which it would compute the sum again."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import fx
 
@@ -17,6 +15,7 @@ from te_inductor.fused.record import JOINT, POST_GRAD, FusedKernel
 from te_inductor.kernels.problem import ANOTHER
 from te_inductor.passes.graph.gemm_nodes import VIEWS, is_plain, kernel_of
 from te_inductor.passes.graph.node_kinds import has_shape, tensor_of
+from te_inductor.passes.graph.tracing import insert
 from te_inductor.templates.cutlass import build
 
 aten = torch.ops.aten
@@ -66,21 +65,15 @@ def _alike(gemm: fx.Node, total: fx.Node) -> bool:
 def _replace(total: fx.Node, output: fx.Node, gemm: fx.Node, residual: fx.Node) -> None:
     graph, rows = total.graph, gemm.meta["val"].shape
     with graph.inserting_before(total):
-        added = _viewed(residual, rows, total)
+        added = insert(graph, aten.view.default, residual, list(rows), like=total.meta)
         whole = graph.call_function(ops.scaled_mm, (*gemm.args[:7], None, added))
         whole.meta = {**total.meta, "val": gemm.meta["val"]}
-        new = _viewed(whole, total.meta["val"].shape, total)
+        new = insert(graph, aten.view.default, whole, list(total.meta["val"].shape), like=total.meta)
     total.replace_all_uses_with(new)
     graph.erase_node(total)
     while not output.users:  # the GEMM, and views behind it
         output, unused = output.all_input_nodes[0], output
         graph.erase_node(unused)
-
-
-def _viewed(x: fx.Node, shape: Sequence[int], like: fx.Node) -> fx.Node:
-    view = x.graph.call_function(aten.view.default, (x, list(shape)))
-    view.meta = {**like.meta, "val": x.meta["val"].view(shape)}
-    return view
 
 
 KERNEL = FusedKernel((JOINT, POST_GRAD), fold)  # `scaled_mm` with `added`

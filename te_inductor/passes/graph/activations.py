@@ -16,6 +16,8 @@ the form with tanh."""
 import torch
 from torch import fx
 
+from te_inductor.passes.graph.tracing import erase
+
 aten = torch.ops.aten
 
 
@@ -87,14 +89,4 @@ def _call(like: fx.Node, target: object, *args: object) -> fx.Node:
 
 def _replace(node: fx.Node, new: fx.Node) -> None:
     node.replace_all_uses_with(new)
-    _erase(node)
-
-
-def _erase(node: fx.Node) -> None:
-    """Erases a node with what nobody else reads: a reader that nothing comes of would keep later passes from what it
-    reads."""
-    inputs = node.all_input_nodes
-    node.graph.erase_node(node)
-    for x in inputs:
-        if not x.users and x.op == "call_function":
-            _erase(x)
+    erase(node)

@@ -1,13 +1,15 @@
-"""How calls are put into a graph as if they had been traced there."""
+"""How calls are put into a graph as if they had been traced there, and taken out of it."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 
 from te_inductor.passes.graph.aliases import memory
 from te_inductor.passes.graph.values import is_tensor, value
@@ -67,6 +69,26 @@ def method(tensor: fx.Node, called: str, *arguments: Any) -> fx.Node:
     with example.fake_mode, torch.set_grad_enabled(example.requires_grad):  # type: ignore[attr-defined]
         node.meta = dict(tensor.meta) | {"example_value": getattr(example, called)(*arguments)}
     return node
+
+
+def insert(graph: fx.Graph, target: Any, *args: Any, like: Mapping[str, Any] | None = None, **options: Any) -> fx.Node:
+    """A call, put into a graph of ATen at its insertion point, with its value, and what `like` says of it besides."""
+    node = graph.call_function(target, args, options)
+    given, more = fx.map_arg((args, options), lambda one: one.meta["val"])
+    modes = {one.fake_mode for one in pytree.tree_leaves(given) if isinstance(one, FakeTensor)}
+    with next(iter(modes), nullcontext()), torch.no_grad():
+        node.meta = {**(like or {}), "val": target(*given, **more)}
+    return node
+
+
+def erase(*nodes: fx.Node) -> None:
+    """Erases nodes that nobody reads, and what only they read, other than inputs: a reader that nothing comes of would
+    keep passes from what it reads."""
+    for node in nodes:
+        if not node.users and node.op == "call_function" and not node._erased:
+            sources = node.all_input_nodes
+            node.graph.erase_node(node)
+            erase(*sources)
 
 
 def take_place(node: fx.Node, meta: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from te_inductor import ops
 from te_inductor.passes.graph.casts import records_amax
 from te_inductor.passes.graph.gemm_nodes import VIEWS
 from te_inductor.passes.graph.node_kinds import has_shape, is_cast, is_pointwise, tensor_of
+from te_inductor.passes.graph.tracing import insert
 from te_inductor.passes.graph.walks import reached
 from te_inductor.recipes import Quantizer
 
@@ -157,7 +158,4 @@ def _give(user: fx.Node, whole: fx.Node, pieces: Sequence[fx.Node]) -> None:
 def _call(like: fx.Node, target: Any, *args: Any) -> fx.Node:
     """A node in front of `like`, of its part of the graph."""
     with like.graph.inserting_before(like):
-        node = like.graph.call_function(target, args)
-    node.meta = {**like.meta, "val": target(*fx.node.map_arg(args, lambda one: one.meta["val"]))}
-    node.meta.pop(_GIVEN, None)
-    return node
+        return insert(like.graph, target, *args, like={name: one for name, one in like.meta.items() if name != _GIVEN})

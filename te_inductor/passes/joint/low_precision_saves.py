@@ -14,7 +14,6 @@ from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch.utils import _pytree as pytree
 
 from te_inductor import ops
 from te_inductor.config import Options
@@ -23,7 +22,7 @@ from te_inductor.passes.graph.custom_pass import package_hash
 from te_inductor.passes.graph.effect import Effect
 from te_inductor.passes.graph.module_path import module_path
 from te_inductor.passes.graph.node_kinds import is_cast, is_pointwise, is_view_or_cast
-from te_inductor.passes.graph.tracing import take_place
+from te_inductor.passes.graph.tracing import insert, take_place
 from te_inductor.passes.graph.walks import reached
 from te_inductor.passes.joint.saved_masks import LANES, compute_in_forward, pack, traced, unpack
 from te_inductor.passes.joint.saved_values import QUANTIZER, Saved, decide, size_node
@@ -219,11 +218,7 @@ def _change_outputs(forward: fx.Graph, node: fx.Node, nodes: Sequence[fx.Node]) 
 
 def _call(like: fx.Node, target: Any, *args: Any) -> fx.Node:
     """A call put into the graph of a node at its insertion point, with what the node says of where it comes from."""
-    node = like.graph.call_function(target, args)
-    values = fx.map_arg(args, lambda one: one.meta["val"])
-    [mode] = {one.fake_mode for one in pytree.tree_leaves(values) if isinstance(one, torch._subclasses.FakeTensor)}
-    with mode, torch.no_grad():
-        node.meta["val"] = target(*values)
+    node = insert(like.graph, target, *args)
     take_place(node, like.meta)
     return node
 

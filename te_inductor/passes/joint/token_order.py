@@ -26,6 +26,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from te_inductor import ops
 from te_inductor.passes.graph.casts import records_amax
 from te_inductor.passes.graph.node_kinds import has_shape, is_cast, is_pointwise, tensor_of
+from te_inductor.passes.graph.tracing import insert
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import ROW
 
@@ -222,8 +223,6 @@ def _behind(node: fx.Node, target: Any, *more: Any) -> None:
 
 
 def _call(before: fx.Node, target: Any, *args: Any) -> fx.Node:
-    with before.graph.inserting_before(before):
-        node = before.graph.call_function(target, args)
     kept = {name: one for name, one in before.meta.items() if name in ("ac_graph_id", "partitioner_tag", "recompute")}
-    node.meta = {**kept, "val": target(*fx.node.map_arg(args, lambda one: one.meta["val"]))}
-    return node
+    with before.graph.inserting_before(before):
+        return insert(before.graph, target, *args, like=kept)

@@ -30,6 +30,7 @@ from te_inductor.diagnostics import log
 from te_inductor.kernels import fp8_small_m
 from te_inductor.kernels.select import select
 from te_inductor.passes.graph.gemm_nodes import VIEWS, is_plain, problem_of
+from te_inductor.passes.graph.tracing import erase, insert
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import ALIGNMENT
 
@@ -71,9 +72,11 @@ class _RankRows:
     @staticmethod
     def _moved(matrix: fx.Node, sizes: Sequence[int], order: list[int]) -> fx.Node:
         rows, columns = matrix.meta["val"].shape
-        moved = _call(aten.permute.default, _call(aten.reshape.default, matrix, [*sizes, columns]), order)
-        moved = _call(aten.clone.default, moved, memory_format=torch.contiguous_format)
-        return _call(aten.reshape.default, moved, [rows, columns])
+        graph = matrix.graph
+        moved = insert(graph, aten.reshape.default, matrix, [*sizes, columns])
+        moved = insert(graph, aten.permute.default, moved, order)
+        moved = insert(graph, aten.clone.default, moved, memory_format=torch.contiguous_format)
+        return insert(graph, aten.reshape.default, moved, [rows, columns])
 
 
 def expose(graph: fx.Graph) -> None:
@@ -125,17 +128,17 @@ def _expose_gather(gather: fx.Node) -> None:
     rows, part = _RankRows(sizes, dim), _RankRows((*shard.meta["val"].shape[:-1],), dim)
     columns = shard.meta["val"].shape[-1]
     with gather.graph.inserting_before(gather):
-        mine = part.by_part(_call(aten.reshape.default, shard, [math.prod(part.sizes), columns]))
-        every = _call(_collectives.all_gather_into_tensor.default, mine, ranks, group)
-        every = _call(_collectives.wait_tensor.default, every)
+        mine = part.by_part(insert(gather.graph, aten.reshape.default, shard, [math.prod(part.sizes), columns]))
+        every = insert(gather.graph, _collectives.all_gather_into_tensor.default, mine, ranks, group)
+        every = insert(gather.graph, _collectives.wait_tensor.default, every)
     for product in products:
         with product.graph.inserting_before(product):
             y = rows.as_before(_scaled_mm(every, product))
         product.replace_all_uses_with(y)
     with whole.graph.inserting_before(whole):
-        again = _call(aten.reshape.default, rows.as_before(every), [*sizes, columns])
+        again = insert(gather.graph, aten.reshape.default, rows.as_before(every), [*sizes, columns])
     whole.replace_all_uses_with(again)
-    _erase(*products, whole)
+    erase(*products, whole)
 
 
 def _gathered(gather: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
@@ -178,11 +181,11 @@ def _expose_scatter(scatter: fx.Node) -> None:
     part = _RankRows((*wait.meta["val"].shape[:-1],), dim)
     with scatter.graph.inserting_before(wait):
         y = _scaled_mm(rows.by_part(product.args[0]), product)  # type: ignore[arg-type]
-        y = _call(_collectives.reduce_scatter_tensor.default, y, operation, ranks, group)
-        y = part.as_before(_call(_collectives.wait_tensor.default, y))
-        y = _call(aten.reshape.default, y, [*wait.meta["val"].shape])
+        y = insert(scatter.graph, _collectives.reduce_scatter_tensor.default, y, operation, ranks, group)
+        y = part.as_before(insert(scatter.graph, _collectives.wait_tensor.default, y))
+        y = insert(scatter.graph, aten.reshape.default, y, [*wait.meta["val"].shape])
     wait.replace_all_uses_with(y)
-    _erase(wait)
+    erase(wait)
 
 
 def _scattered(given: fx.Node, ranks: int) -> tuple[fx.Node, int]:
@@ -246,33 +249,15 @@ def _has_fp8(device: torch.device) -> bool:
 
 def _scaled_mm(a: fx.Node, product: fx.Node) -> fx.Node:
     """The product with `a` in the place of its left operand."""
+    graph = product.graph
     _, a_scale, b, b_scale, bias, gemm, out = product.args[:7]
-    transposed = _call(aten.permute.default, b, [1, 0])
+    transposed = insert(graph, aten.permute.default, b, [1, 0])
     early = bias if bias is None or bias.meta["val"].dtype == out == torch.bfloat16 else None  # type: ignore[union-attr]
-    y = _call(aten._scaled_mm.default, a, transposed, a_scale, b_scale, early, None, out, gemm.fast_accum)  # type: ignore[union-attr]
+    y = insert(graph, aten._scaled_mm.default, a, transposed, a_scale, b_scale, early, None, out, gemm.fast_accum)  # type: ignore[union-attr]
     if bias is early:
         return y
-    return _call(aten.add.Tensor, y, _call(torch.ops.prims.convert_element_type.default, bias, out))
-
-
-def _call(target: Any, first: Any, *more: Any, **options: Any) -> fx.Node:
-    node: fx.Node = first.graph.call_function(target, (first, *more), options)
-    arguments = fx.node.map_arg(node.args, lambda one: one.meta["val"])
-    node.meta["val"] = target(*arguments, **options)  # type: ignore[misc]
-    return node
+    return insert(graph, aten.add.Tensor, y, insert(graph, torch.ops.prims.convert_element_type.default, bias, out))
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
-
-
-def _erase(*nodes: fx.Node) -> None:
-    """Erases nodes, and what only they read, other than inputs."""
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop(0)
-        if node.users or node.op != "call_function" or node._erased:
-            continue
-        sources = node.all_input_nodes
-        node.graph.erase_node(node)
-        waiting += sources
