@@ -20,8 +20,7 @@ from benchmarks import harness, table
 from te_inductor.kernels.grouped_mm import GroupedConfig
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import ELEMENTS
-from te_inductor.templates.triton.grouped_mm import grouped_mm
-from te_inductor.templates.triton.grouped_wgrad import grouped_wgrad
+from te_inductor.templates.triton.grouped_mm import grouped_mm, grouped_wgrad
 
 LAYERS = {  # E, N, K of the weight, rows
     "Mixtral gate, up": (8, 28672, 4096, 32768),

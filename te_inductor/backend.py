@@ -17,14 +17,14 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 import te_inductor.ops  # noqa: F401 (first: Note [First uses in threads])
 from te_inductor import compat, config, recipes
 from te_inductor.config import Options
 from te_inductor.diagnostics import CUT_BY_DDP, announce, log, say, uncompiled
 from te_inductor.distributed import amax_groups
-from te_inductor.errors import TEInductorError
+from te_inductor.errors import NOT_EXPORTED, TEInductorError
 from te_inductor.kernels import cutlass_tables
 from te_inductor.ops.stored_weight import StoredWeight
 from te_inductor.passes import effects, pre_grad
@@ -38,7 +38,6 @@ from te_inductor.presentation.report import Report, Unmet
 from te_inductor.recipes import regions
 from te_inductor.recipes.backward_precision import resolve_backward
 from te_inductor.runtime import compiled_graphs
-from te_inductor.runtime.exporting import note_export
 from te_inductor.runtime.extra_inputs import bind
 from te_inductor.runtime.omitted_logits import leave_out
 from te_inductor.runtime.state import misfits
@@ -371,3 +370,21 @@ compat.let_threads_register("te")
 
 if torch.cuda.is_initialized():  # who asks for a backend will compile
     _start_workers()
+
+
+_COMPILED = f'te_inductor: torch.export leaves out backend="te" and its recipe, so that {NOT_EXPORTED}'
+
+
+def note_export(model: object, backend: object) -> None:
+    """Say that the export of `model`, which begins, has no low precision: once an export, as the options of the first
+    of its compiled modules want it.
+
+    Raises:
+        FallbackError: with ``fallback="error"``.
+    """
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        options: Any = compat.options_of_compiled(module, backend)
+        if options is not None:
+            say(_COMPILED, options.get("fallback", "warn"))
+            return
+    regions.export_begins()

@@ -1,4 +1,4 @@
-"""Experts' FP8 products on Hopper: templates/triton/grouped_mm.py and grouped_wgrad.py. Many rows that meet experts' stored
+"""Experts' FP8 products on Hopper: templates/triton/grouped_mm.py. Many rows that meet experts' stored
 FP8 weights are multiplied so as well, once they are cast. How the work is cut is found at each launch, as M may be a
 symbol."""
 
@@ -78,4 +78,23 @@ def _supports(problem: Problem) -> Refusal | None:
     return None
 
 
+def _library_supports(problem: Problem) -> Refusal | None:
+    gemm, leaves = problem.gemm, problem.program.leaves
+    if leaves and _supports(problem) is None:
+        return None
+    if problem.form == STORED_EXPERTS:
+        return Refusal("no library multiplies by FP8 weights that are stored")
+    if not problem.target.multiplies_groups(gemm):
+        return Refusal("no library's kernel on %s with scales of %s and %s", problem.target.name, *gemm.scopes)
+    dtypes = {problem.out, problem.held or problem.out}
+    if dtypes != {torch.bfloat16}:
+        return Refusal("activations and weights in %s, expected bfloat16", ", ".join(sorted(map(str, dtypes))))
+    if leaves and gemm.packed > 1:
+        return Refusal("a program that leaves the process has the library's MXFP8 alone")
+    return None
+
+
 FAMILY = KernelFamily("triton:grouped_mm", (GROUPED, STORED_EXPERTS), _supports)
+# The library that torch brings (`torch._scaled_grouped_mm`, and its second version for four bits): MXFP8, MXFP4 and NVFP4
+# on Blackwell, runtime/grouped_library.py; FP8 on Hopper in programs that leave the process.
+LIBRARY = KernelFamily("cutlass:_scaled_grouped_mm", (GROUPED, STORED_EXPERTS), _library_supports)

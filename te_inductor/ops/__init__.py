@@ -47,9 +47,9 @@ from te_inductor.ops.layers.call import (
     record_shard_amax,
     trace_layers,
 )
-from te_inductor.ops.layers.gathered import local_of, replicated
 from te_inductor.ops.layers.layer import LayerSpec
 from te_inductor.ops.layers.losses import output_loss
+from te_inductor.ops.layers.operands import local_of, replicated
 from te_inductor.ops.losses import scaled_token_losses, token_losses
 from te_inductor.ops.masked_attention import decode_attention
 from te_inductor.ops.permutations import permute_rows, place_rows, places_of, spread_rows, sum_rows, take_rows

@@ -155,7 +155,7 @@ def test_nan_stays_in_its_group(scopes):
 @pytest.mark.parametrize("added", [False, True])
 def test_wgrad(scopes, fast, added):
     """Empty groups, whose scales are NaN, and NaN behind the last. Of a total, its own rounding."""
-    from te_inductor.templates.triton.grouped_wgrad import grouped_wgrad
+    from te_inductor.templates.triton.grouped_mm import grouped_wgrad
 
     gemm = Gemm("wgrad", fast, scopes, ("e5m2", "e4m3"))
     for sizes, n, k in (((200, 0, 1, 128, 0), 144, 272), ((0, 0), 16, 16), ((1500,), 272, 2880), ((9,) * 64, 400, 528)):
@@ -205,7 +205,7 @@ def test_graph(scopes):
 
 @pytest.mark.parametrize("scopes", [ROW, BLOCKS_OF_ROWS], ids=str)
 def test_wgrad_graph(scopes):
-    from te_inductor.templates.triton.grouped_wgrad import grouped_wgrad
+    from te_inductor.templates.triton.grouped_mm import grouped_wgrad
 
     gemm = Gemm("wgrad", False, scopes)
     problem = grouped.gradients((128, 256, 0, 128), 0, 144, 272, gemm)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from te_inductor import explain, ops, targets
-from te_inductor.kernels import grouped_library as policy
 from te_inductor.kernels import plain
+from te_inductor.kernels.grouped_mm import LIBRARY
 from te_inductor.kernels.problem import Problem, Program, Sizes
 from te_inductor.recipes import Format, Gemm, MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from te_inductor.runtime.eager import grouped
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("known_seeds")
 SIZES = {"many": (0, 1, 17, 130, 0, 128), "rows behind": (40, 0, 3), "one has all": (0, 90, 0)}  # even in all
 BEHIND = {SIZES["rows behind"]: 21}
 
-GROUPED_LIBRARY, EMULATED = policy.FAMILY.name, plain.EMULATED.name
+GROUPED_LIBRARY, EMULATED = LIBRARY.name, plain.EMULATED.name
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_where(monkeypatch):
 
     def multiplies(gemm: Gemm, held: torch.dtype = bf16, leaves: bool = False, target: Target = target) -> bool:
         sizes, program = Sizes(None, None, None, experts=0), Program(leaves=leaves)
-        return policy.FAMILY.supports(Problem(target, sizes, gemm, bf16, program=program, held=held)) is None
+        return LIBRARY.supports(Problem(target, sizes, gemm, bf16, program=program, held=held)) is None
 
     assert not multiplies(gemm, target=cpu.TARGET)
     assert multiplies(gemm)

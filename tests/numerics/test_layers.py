@@ -13,7 +13,7 @@ from torch import Tensor
 from te_inductor import ops
 from te_inductor.ops.casts import ScalePair
 from te_inductor.ops.layers.delayed_scales import Delayed, FirstStep
-from te_inductor.ops.layers.kept import Kept
+from te_inductor.ops.layers.operands import Kept
 from te_inductor.ops.layers.parts import GradientSink, Operand, ScaledOperand, ScaleSource, WeightGradient
 from te_inductor.ops.layers.sinks import MainGrad
 from te_inductor.recipes import DelayedScaling, Float8BlockScaling, Format

@@ -29,7 +29,6 @@ from te_inductor.templates.triton import (
     experts_rows,
     grouped_casts,
     grouped_mm,
-    grouped_wgrad,
     nvfp4_fp8,
     nvfp4_linear,
     scale_updates,
@@ -57,8 +56,8 @@ def grouped_wgrads() -> None:
     blocks = Gemm("wgrad", False, ("1x128", "1x128"))
     a, b, starts = empty(N, M, dtype=FP8), empty(K, M, dtype=FP8), empty(E + 1, dtype=INT32)
     out, scales = empty(E, N, K), (empty(M // 128 * N), empty(M // 128 * K))
-    grouped_wgrad.prepared(a, empty(), b, empty(), starts, out, Gemm("wgrad"), True, programs=132).launch()
-    grouped_wgrad.prepared(a, scales[0], b, scales[1], starts, out, blocks, False, programs=132).launch()
+    grouped_mm.prepared_wgrad(a, empty(), b, empty(), starts, out, Gemm("wgrad"), True, programs=132).launch()
+    grouped_mm.prepared_wgrad(a, scales[0], b, scales[1], starts, out, blocks, False, programs=132).launch()
 
 
 def casts() -> None:

@@ -14,7 +14,7 @@ from tests import bounds, grouped
 triton = pytest.importorskip("triton")
 
 from te_inductor.kernels.grouped_mm import GroupedConfig, cut, takes  # noqa: E402
-from te_inductor.templates.triton import grouped_kernel, grouped_mm, grouped_wgrad  # noqa: E402
+from te_inductor.templates.triton import grouped_kernel, grouped_mm  # noqa: E402
 from te_inductor.templates.triton.grouped_mm import GroupedLaunch  # noqa: E402
 from te_inductor.templates.triton.launcher import Box  # noqa: E402
 from tests.offline.gluon import Descriptor, Number, Pointer, Program, numpy_of  # noqa: E402
@@ -124,7 +124,7 @@ def test_wgrad(scopes, fast, added):
         total = torch.randn(result.shape) * result.abs().mean().float()
         out = total.clone() if added else torch.full(result.shape, torch.nan)
         given = problem.a, problem.a_scale, problem.b, problem.b_scale, problem.starts
-        run(grouped_wgrad.prepared(*given, out, gemm, added, config, described, 3))
+        run(grouped_mm.prepared_wgrad(*given, out, gemm, added, config, described, 3))
         if added:
             result = result + total.double()
             error = error + bounds.UNIT[torch.float32] * (result.abs() + error)

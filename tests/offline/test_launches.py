@@ -33,7 +33,6 @@ from te_inductor.templates.triton import (  # noqa: E402
     group_strips,
     grouped_casts,
     grouped_mm,
-    grouped_wgrad,
     launcher,
     nvfp4_expand,
     nvfp4_fp8,
@@ -117,7 +116,7 @@ def grouped_products(m, e, n, k):
     given = a, empty(), b, empty(e), bounds[1:], None, empty(m, n)
     grouped_mm.prepared(*given, Gemm("fprop"), programs=132).launch()
     given = empty(n, m * 128, dtype=FP8), empty(), empty(k, m * 128, dtype=FP8), empty(), bounds, empty(e, n, k)
-    grouped_wgrad.prepared(*given, Gemm("wgrad"), False, programs=132).launch()
+    grouped_mm.prepared_wgrad(*given, Gemm("wgrad"), False, programs=132).launch()
 
 
 def kept_weights(m, e, n, k):

@@ -3,7 +3,7 @@
 
 | part | other cases |
 |---|---|
-| `Operand` | `gathered.py`, `exchanged.py`, `kept.py`; and weights that are `GatheredWeight` |
+| `Operand` | `operands.py`; and weights that are `GatheredWeight` |
 | `ScaleSource` | `delayed_scales.py` |
 | `GradientSink` | `sinks.py` |
 

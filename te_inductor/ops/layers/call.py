@@ -13,9 +13,9 @@ from te_inductor import compat
 from te_inductor.ops.delayed import record_amax
 from te_inductor.ops.layers.dense import DenseLayers
 from te_inductor.ops.layers.experts import ExpertLayers
-from te_inductor.ops.layers.gathered import of_shards
 from te_inductor.ops.layers.layer import LayerSpec, flat
 from te_inductor.ops.layers.losses import LossLayers
+from te_inductor.ops.layers.operands import of_shards
 from te_inductor.ops.layers.parts import StepTensors, is_empty
 from te_inductor.ops.written_out import for_program
 from te_inductor.recipes import Slots

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from te_inductor import targets
-from te_inductor.kernels import grouped_library
+from te_inductor.kernels import grouped_mm
 from te_inductor.kernels.problem import Problem, Program, Sizes
 from te_inductor.kernels.select import select
 from te_inductor.ops import grouped as ops
@@ -142,7 +142,7 @@ class ExpertLayers(LinearLayers):
         problem = Problem(
             targets.of(like.device), sizes, gemm, self.out_dtype, program=program, held=given.weight_dtype
         )
-        return select(problem).family is grouped_library.FAMILY
+        return select(problem).family is grouped_mm.LIBRARY
 
     def _weight_scales(self, weights: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """scale and scale_inv where one expert has one, or each of its columns; the amax where scales have two levels."""

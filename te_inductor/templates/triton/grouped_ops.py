@@ -14,8 +14,7 @@ from te_inductor.runtime.definition import implement_on_cuda
 from te_inductor.runtime.eager import grouped
 from te_inductor.templates.triton import experts_rows, group_strips
 from te_inductor.templates.triton import grouped_casts as casts
-from te_inductor.templates.triton.grouped_mm import grouped_mm
-from te_inductor.templates.triton.grouped_wgrad import grouped_wgrad
+from te_inductor.templates.triton.grouped_mm import grouped_mm, grouped_wgrad
 
 _kernels: dict[tuple[torch.device, tuple[str, str]], bool] = {}
 

@@ -21,8 +21,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from te_inductor.kernels import nvfp4_linear
 from te_inductor.templates.triton.launcher import launcher
-from te_inductor.templates.triton.layouts import index
 from te_inductor.templates.triton.nvfp4_decode import FACTOR, words
+from te_inductor.templates.triton.nvfp4_groups import index
 
 COLUMNS = gl.constexpr(nvfp4_linear.COLUMNS)  # of x and the weight that a warp multiplies in one turn
 

@@ -1,5 +1,7 @@
 """What the kernels share whose warp groups make of 64 rows of a stored NVFP4 weight the left operand of wgmma, in
-registers, while one warp loads (Gluon, Hopper).
+registers, while one warp loads (Gluon, Hopper); and indices along one dimension of a tensor, whose layout says which bit
+of which dimension each bit of a register's and a lane's number is. Kept apart, what a lane adds to an address is
+computed and what a register adds is a constant.
 
 Four lanes of a warp share a row of the weight: each holds two neighbouring blocks of each half of 256 columns. Of 16
 rows a lane holds two, which are neighbours, so that it stores two of y side by side; in a product they are eight apart.
@@ -12,7 +14,28 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from te_inductor.kernels import nvfp4_linear
-from te_inductor.templates.triton.layouts import index
+
+
+@gluon.constexpr_function
+def of_dimension(layout, dim):  # type: ignore[no-untyped-def]
+    """The layout of a tensor that has only this dimension. (Triton hashes annotations too, and on Python 3.10 not
+    `Any`.)"""
+    for other in range(layout.rank - 1, -1, -1):
+        if other != dim:
+            layout = gl.SliceLayout(other, layout)
+    return layout
+
+
+@gluon.jit
+def index(dim: gl.constexpr, layout: gl.constexpr):
+    """The index along one dimension of a linear layout, broadcast to the others."""
+    RANK: gl.constexpr = layout.rank
+    found = gl.arange(0, layout.shape[dim], layout=of_dimension(layout, dim))
+    for other in gl.static_range(RANK):
+        if other != dim:
+            found = gl.expand_dims(found, other)
+    return found
+
 
 # Triton 3.9 gave it another name.
 copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared

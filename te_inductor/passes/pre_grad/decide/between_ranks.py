@@ -1,7 +1,7 @@
 """Tensors that layers have from other ranks in low precision. Weights that FSDP2 gathers have been cast before the graph,
 for the recipe that their site then has; those that the graph gathers itself are cast in it, where that is the same: Note
 [Graph FSDP]. Layers of experts cast their rows before these go to the ranks that have the experts: Note [Rows between
-ranks] in ops/layers/exchanged.py."""
+ranks] in ops/layers/operands.py."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -35,8 +35,8 @@ from te_inductor.passes.pre_grad.decide import transforms
 from te_inductor.passes.pre_grad.decide.sites import check_sites, weigh_sites
 from te_inductor.passes.pre_grad.loss.match import match_losses
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
+from te_inductor.passes.pre_grad.sites.part import TensorParallel
 from te_inductor.passes.pre_grad.sites.rule import Match
-from te_inductor.passes.pre_grad.sites.tensor_parallel import TensorParallel
 from te_inductor.presentation.report import Report, Unmet
 from te_inductor.recipes import Quantizer
 

@@ -19,8 +19,8 @@ from te_inductor.passes.pre_grad.loss import reading
 from te_inductor.passes.pre_grad.loss.reading import Reading
 from te_inductor.passes.pre_grad.loss.site import LossOfLinear, LossPart, has_known_sizes, rewrite_in_high_precision
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
+from te_inductor.passes.pre_grad.sites.part import TensorParallel
 from te_inductor.passes.pre_grad.sites.rule import Match
-from te_inductor.passes.pre_grad.sites.tensor_parallel import TensorParallel
 from te_inductor.presentation.report import LossSite, Unmet
 from te_inductor.recipes.losses import SharedWords, slots_of_loss
 from te_inductor.runtime.omitted_logits import OmittedOutput

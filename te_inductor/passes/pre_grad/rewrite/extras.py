@@ -11,7 +11,7 @@ from torch import fx
 from torch._dynamo.source import ConstantSource
 
 from te_inductor.ops import LayerSpec
-from te_inductor.ops.layers.kept import Kept
+from te_inductor.ops.layers.operands import Kept
 from te_inductor.ops.layers.parts import GradientSink
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.values import value

@@ -1,5 +1,5 @@
 """What stands around the layers of experts whose rows are exchanged between ranks: Note [Rows between ranks] in
-ops/layers/exchanged.py.
+ops/layers/operands.py.
 
 In front: ``all_to_all_single(x, …) -> wait -> [order]``. Behind: ``made = new_empty(…); made[order] = y``, or y itself,
 ``-> all_to_all_single -> wait``. As `torch.distributed._functional_collectives` writes them."""
@@ -15,7 +15,7 @@ from torch import fx
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
 from te_inductor.ops import LayerSpec
-from te_inductor.ops.layers.exchanged import Exchanged
+from te_inductor.ops.layers.operands import Exchanged
 from te_inductor.passes.graph import operators
 from te_inductor.passes.graph.operators import Kind, name
 from te_inductor.passes.graph.values import is_tensor, value

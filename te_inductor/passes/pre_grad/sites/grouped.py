@@ -14,7 +14,7 @@ from torch import fx
 
 from te_inductor import ops, targets
 from te_inductor.diagnostics import Refusal
-from te_inductor.kernels import grouped_library, grouped_mm
+from te_inductor.kernels import grouped_mm
 from te_inductor.kernels.problem import Problem, Program, Sizes
 from te_inductor.kernels.select import select
 from te_inductor.ops.stored_experts import PickedExperts
@@ -89,7 +89,7 @@ class Grouped(Rule):
             for gemm in (slots.fprop, slots.dgrad, slots.wgrad)
             if not gemm.is_high
         )
-        if all(select(problem).family is grouped_library.FAMILY for problem in problems):
+        if all(select(problem).family is grouped_mm.LIBRARY for problem in problems):
             return None
         why = Rule.emulated(self, match, slots, program)
         if why is not None or not slots.fprop.microscaled:

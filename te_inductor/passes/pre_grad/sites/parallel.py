@@ -12,8 +12,8 @@ from te_inductor.diagnostics import Refusal
 from te_inductor.distributed.parallel import Parallel, is_shard
 from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import Writes, last_read
+from te_inductor.passes.pre_grad.sites.part import TensorParallel
 from te_inductor.passes.pre_grad.sites.rule import Match
-from te_inductor.passes.pre_grad.sites.tensor_parallel import TensorParallel
 
 _CASTS = ("forward_dtype", "backward_dtype")  # what a redistribution may be asked to send
 

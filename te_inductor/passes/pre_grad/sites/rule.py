@@ -21,8 +21,7 @@ from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.sites import requirements
 from te_inductor.passes.pre_grad.sites.exchanges import ExchangeNodes, Exchanges
 from te_inductor.passes.pre_grad.sites.groups import Groups
-from te_inductor.passes.pre_grad.sites.part import Backward, Gather, Gradients, SitePart
-from te_inductor.passes.pre_grad.sites.tensor_parallel import TensorParallel
+from te_inductor.passes.pre_grad.sites.part import Backward, Gather, Gradients, SitePart, TensorParallel
 from te_inductor.recipes import Slots
 
 P = TypeVar("P", bound=SitePart)
