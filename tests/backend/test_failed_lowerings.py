@@ -95,7 +95,7 @@ CASES = {
         {"recipe": "current", "wgrad": "main_grad"},
     ),
     "defer_wgrad": (
-        "gemm.deferred_wgrads.ir",
+        "gemm.weight_grads.ir",
         SimpleNamespace(FallbackKernel="injected"),
         {"recipe": "current", "wgrad": "deferred"},
     ),
