@@ -12,9 +12,8 @@ from torch.utils import _pytree as pytree
 from te_inductor import recipes, targets
 from te_inductor.api.eager_products import EagerProduct, EagerProducts, Names, report_of
 from te_inductor.api.lowering import Program, parse_options, plan_of
-from te_inductor.api.rehearsal import saved_by
 from te_inductor.api.statistics import statistics
-from te_inductor.api.tracing import traced
+from te_inductor.api.tracing import saved_by, traced
 from te_inductor.backend import parse, run_passes
 from te_inductor.config import Options
 from te_inductor.errors import OptionError

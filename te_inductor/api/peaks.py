@@ -18,8 +18,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from te_inductor import compat
-from te_inductor.api.rehearsal import alone, stand_in
-from te_inductor.api.tracing import traced
+from te_inductor.api.tracing import alone, stand_in, traced
 from te_inductor.backend import parse, rehearse
 from te_inductor.config import Options
 from te_inductor.errors import OptionError

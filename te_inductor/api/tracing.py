@@ -1,15 +1,23 @@
-"""A run of a model under Dynamo that nothing is left of, for reports about it."""
+"""A run of a model under Dynamo that nothing is left of, for reports about it; and what only the graphs of forward and
+backward tell, of a graph that is not run by them: it is traced as its compile would trace it, on fake tensors, and no
+code is written."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from te_inductor import compat
+from te_inductor.backend import rehearse
+from te_inductor.config import Options
 from te_inductor.diagnostics import say
+from te_inductor.distributed import amax_groups
 from te_inductor.errors import OptionError, TEInductorError, wrong_type
+from te_inductor.passes.pre_grad.plan import Plan
+from te_inductor.presentation.report import SavedSite
 from te_inductor.recipes import regions
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -66,3 +74,28 @@ def _inside(model: Callable[..., Any]) -> Callable[..., Any]:
     while hasattr(model, "_torchdynamo_inline"):  # what torch.compile has made of a function
         model = model._torchdynamo_inline
     return model
+
+
+def saved_by(gm: fx.GraphModule, options: Options, inputs: Sequence[Any]) -> list[SavedSite]:
+    """What the forward of a graph would save where option `saved` asks for low precision; empty where it does not, or
+    no backward follows."""
+    if not options.saves_low:
+        return []
+    plan = Plan(gm, alone(options), inputs)
+    rehearse(plan, lambda inner: stand_in)
+    return plan.outcome.report.saved
+
+
+def alone(options: Options) -> Options:
+    """The options of a compile of which no other rank learns, and which says nothing."""
+    return replace(options, amax_group=amax_groups.resolve(amax_groups.NONE), fallback="silent")
+
+
+def stand_in(gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+    """Stands where Inductor's compiler of single graphs does."""
+
+    def run(inputs: list[Any]) -> Any:
+        return fx.Interpreter(gm).boxed_run(inputs)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run

@@ -25,9 +25,8 @@ from te_inductor.kernels.select import select
 from te_inductor.numerics.activation import Gating
 from te_inductor.ops.casts import copies_like
 from te_inductor.passes.graph import activations
-from te_inductor.passes.graph.gemm_nodes import is_plain, problem_of
+from te_inductor.passes.graph.gemm_nodes import is_plain, is_step, problem_of, translated
 from te_inductor.passes.graph.node_kinds import tensor_of
-from te_inductor.passes.graph.pointwise_steps import is_step, translated
 from te_inductor.passes.graph.tracing import insert
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import BLOCK_1X128

@@ -25,8 +25,7 @@ from te_inductor.ops import flops
 from te_inductor.ops.casts import copy_like
 from te_inductor.ops.gemm import product_like
 from te_inductor.passes.graph.casts import where_quantized
-from te_inductor.passes.graph.gemm_nodes import is_plain, kernel_of
-from te_inductor.passes.graph.pointwise_steps import is_step, translated
+from te_inductor.passes.graph.gemm_nodes import is_plain, is_step, kernel_of, translated
 from te_inductor.passes.graph.tracing import insert
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.runtime.definition import op_of

@@ -54,4 +54,4 @@ from te_inductor.ops.losses import scaled_token_losses, token_losses
 from te_inductor.ops.masked_attention import decode_attention
 from te_inductor.ops.permutations import permute_rows, place_rows, places_of, spread_rows, sum_rows, take_rows
 from te_inductor.ops.sharded_weight import gather_weight, record_weight_amax, shard_scales
-from te_inductor.ops.stored_training import nvfp4_shared_amax, nvfp4_store, nvfp4_trained
+from te_inductor.ops.stored import nvfp4_shared_amax, nvfp4_store, nvfp4_trained

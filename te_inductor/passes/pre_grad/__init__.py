@@ -32,7 +32,7 @@ from te_inductor.passes.pre_grad.match.sites import (
     write_numbers,
 )
 from te_inductor.passes.pre_grad.plan import Plan
-from te_inductor.passes.pre_grad.rewrite.decisions import compare_ranks, follow_ranks
+from te_inductor.passes.pre_grad.rewrite.between_ranks import compare_ranks, follow_ranks
 from te_inductor.passes.pre_grad.rewrite.permutations import rewrite_permutations, rewrite_scattered_rows
 from te_inductor.passes.pre_grad.rewrite.sites import guard_extras, rewrite_sites, start_builds
 from te_inductor.passes.pre_grad.rewrite.traced import (

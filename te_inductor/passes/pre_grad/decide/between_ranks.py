@@ -23,8 +23,8 @@ from te_inductor.passes.pre_grad.decide import delayed
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites import exchanges
 from te_inductor.passes.pre_grad.sites.exchanges import ExchangeNodes, Exchanges
+from te_inductor.passes.pre_grad.sites.parallel import SHARED
 from te_inductor.passes.pre_grad.sites.part import Gather
-from te_inductor.passes.pre_grad.sites.sharded import SHARED
 from te_inductor.recipes import Recipe, Slots
 
 _REMEDY = "give torch.compile and low_precision_all_gather the same recipe and policy"

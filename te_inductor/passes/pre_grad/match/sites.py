@@ -26,7 +26,6 @@ from te_inductor.passes.pre_grad.sites import (
     grouped,
     parallel,
     products,
-    sharded,
     single_products,
 )
 from te_inductor.passes.pre_grad.sites.products import Product
@@ -91,7 +90,7 @@ def match_sites(plan: Plan) -> None:
             for rule in RULES:
                 match = rule.match(node)
                 if match is not None:
-                    match = sharded.with_gather(parallel.with_redistributions(match, plan.writes))
+                    match = parallel.with_gather(parallel.with_redistributions(match, plan.writes))
                     match = grouped.undisturbed(match, plan.writes)
                     path = module_path(node)
                     inner = _inner(plan, path, node, match.weight, bodies, match.dims > 2)
