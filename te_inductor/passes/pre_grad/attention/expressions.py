@@ -1,7 +1,8 @@
-"""Sympy's expressions as this package reads masks: numbers that have cases, and Booleans."""
+"""Sympy's expressions as this package reads masks: numbers that have cases, and Booleans; and symbolic sizes, as a graph's
+inputs have them: a mask is computed in front of the tensors that it is for."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -9,6 +10,8 @@ import torch
 from sympy.logic.boolalg import Boolean  # type: ignore[import-untyped]
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 Expr = Any  # sympy's expressions and Booleans, which mypy does not know
 
@@ -126,3 +129,42 @@ def on_cases(compute: Callable[..., Expr]) -> Callable[..., Expr]:
         return found
 
     return lambda *operands: of_cases(*map(plain_number, operands))
+
+
+class Symbols:
+    """The inputs of a graph that have its symbols: as its value, or as one of its sizes."""
+
+    def __init__(self, root: fx.Graph) -> None:
+        self._sources: dict[Expr, tuple[fx.Node, int | None]] = {}
+        for node in root.find_nodes(op="placeholder"):
+            given = node.meta.get("example_value")
+            sizes: Mapping[int | None, Any] = {None: given}
+            if isinstance(given, torch.Tensor):
+                sizes = {} if given.is_nested else dict(enumerate(given.shape))
+            for dim, size in sizes.items():
+                if isinstance(size, torch.SymInt) and expression(size).is_Symbol:
+                    self._sources.setdefault(expression(size), (node, dim))
+
+    def missing(self, expressions: Iterable[Expr]) -> list[Expr]:
+        """The symbols in some expressions that no input has."""
+        return sorted(_symbols(expressions) - self._sources.keys(), key=str)
+
+    def operands(self, expressions: Iterable[Expr]) -> list[fx.Node]:
+        """The inputs from which they are computed."""
+        return list(dict.fromkeys(self._sources[symbol][0] for symbol in sorted(_symbols(expressions), key=str)))
+
+    def values(self, expressions: Sequence[Expr], given: Sequence[Any]) -> list[Any]:
+        """The values of expressions, from those of their operands."""
+        inputs = dict(zip(self.operands(expressions), given, strict=True))
+        env = {}
+        for symbol in _symbols(expressions):
+            node, dim = self._sources[symbol]
+            env[symbol] = inputs[node] if dim is None else inputs[node].shape[dim]
+        return [
+            int(one) if one.is_Integer else sympy_interp(PythonReferenceAnalysis, env, one)  # type: ignore[arg-type]
+            for one in expressions
+        ]
+
+
+def _symbols(expressions: Iterable[Expr]) -> set[Expr]:
+    return set[Expr]().union(*(sympy.sympify(one).free_symbols for one in expressions))

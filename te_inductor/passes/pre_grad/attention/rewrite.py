@@ -18,9 +18,8 @@ from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.operators import Kind
 from te_inductor.passes.graph.tracing import method, traced_into
 from te_inductor.passes.graph.values import value
-from te_inductor.passes.pre_grad.attention.expressions import Expr, expression, is_one
+from te_inductor.passes.pre_grad.attention.expressions import Expr, Symbols, expression, is_one
 from te_inductor.passes.pre_grad.attention.site import Attention
-from te_inductor.passes.pre_grad.attention.symbols import Symbols
 from te_inductor.passes.pre_grad.attention.trees import Writer
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.runtime.attention import kept, predicate
@@ -37,18 +36,8 @@ def rewrite_attention(plan: Plan) -> None:
             site.call.q, site.call.k, site.call.v = _cast(site)
         if site.is_changed and site.ends_early:
             site.call.k, site.call.v = (_first_keys(one, site) for one in (site.call.k, site.call.v))
-        if site.kernel in ("plain", "causal"):
-            _call_plainly(site)
-        elif site.kernel == "flex":
-            _call_flex(site, masks)
-        elif site.kernel == "either":
-            _call_either(site, masks)
-        elif site.kernel == "kept":
-            _call_kept(site, masks)
-        elif site.kernel == "fixed":
-            _call_in_fixed_order(site)
-        elif site.kernel == "few":
-            _call_of_few(site)
+        if site.is_changed:
+            _take(site, _CALLS[site.kernel](site, masks))
     if any(site.is_changed for site in plan.attention):
         for module in plan.graph_modules():
             module.recompile()
@@ -60,8 +49,7 @@ def _cast(site: Attention) -> list[fx.Node]:
     function casts all three there, and no kernel of ours does."""
     dtype = value(site.call.node).dtype
     with site.call.node.graph.inserting_before(site.call.node):
-        operands = (site.call.q, site.call.k, site.call.v)
-        return [one if value(one).dtype is dtype else method(one, "to", dtype) for one in operands]
+        return [one if value(one).dtype is dtype else method(one, "to", dtype) for one in site.call.operands]
 
 
 def _first_keys(tensor: fx.Node, site: Attention) -> fx.Node:
@@ -76,36 +64,31 @@ def _first_keys(tensor: fx.Node, site: Attention) -> fx.Node:
     return first
 
 
-def _call_plainly(site: Attention) -> None:
-    """torch's function, without a mask."""
-    call: dict[str, Any] = {
-        "dropout_p": site.call.dropout,
-        "is_causal": site.kernel == "causal",
-        "scale": site.call.scale,
-    }
-    if site.call.grouped:
-        call["enable_gqa"] = True
-    with site.call.node.graph.inserting_before(site.call.node):
-        operands = (site.call.q, site.call.k, site.call.v)
-        out = site.call.node.graph.call_function(torch.nn.functional.scaled_dot_product_attention, operands, call)
-    _take(site, out)
-
-
-def _call_in_fixed_order(site: Attention) -> None:
-    """Attention whose products are summed in one order."""
-    call, node = site.call, site.call.node
-    operands: Any = (call.q, call.k, call.v, call.given, call.causal, call.known_scale)
+def _insert(site: Attention, op: Any, *operands: Any, **options: Any) -> fx.Node:
+    """A call with q, k and v, and operands behind them, in front of what takes its place."""
+    node = site.call.node
     with node.graph.inserting_before(node):
-        _take(site, node.graph.call_function(ops.fixed_attention, operands))
+        return node.graph.call_function(op, (*site.call.operands, *operands), options)
 
 
-def _call_of_few(site: Attention) -> None:
+def _call_plainly(site: Attention, masks: "_Masks") -> fx.Node:
+    """torch's function, without a mask."""
+    groups = {"enable_gqa": True} if site.call.grouped else {}
+    given: Any = {"dropout_p": site.call.dropout, "is_causal": site.kernel == "causal", "scale": site.call.scale}
+    return _insert(site, torch.nn.functional.scaled_dot_product_attention, **given, **groups)
+
+
+def _call_in_fixed_order(site: Attention, masks: "_Masks") -> fx.Node:
+    """Attention whose products are summed in one order."""
+    return _insert(site, ops.fixed_attention, site.call.given, site.call.causal, site.call.known_scale)
+
+
+def _call_of_few(site: Attention, masks: "_Masks") -> fx.Node:
     """Attention of few queries, whose mask is of the keys alone."""
     call, node = site.call, site.call.node
     with node.graph.inserting_before(node):
         keep = None if call.given is None else method(call.given, "flatten", 0, -2)
-        operands: Any = (call.q, call.k, call.v, keep, call.known_scale, True)
-        _take(site, node.graph.call_function(ops.decode_attention, operands))
+    return _insert(site, ops.decode_attention, keep, call.known_scale, True)
 
 
 @dataclass
@@ -209,7 +192,7 @@ class _Masks:
         return self.made[key][0]
 
 
-def _call_flex(site: Attention, masks: _Masks) -> None:
+def _call_flex(site: Attention, masks: _Masks) -> fx.Node:
     mask = site.proof.mask
     assert mask is not None
     writer = Writer(site.proof.leaves)
@@ -226,9 +209,8 @@ def _call_flex(site: Attention, masks: _Masks) -> None:
     graph = site.call.node.graph
     module: Any = graph.owning_module
     fakes = [value(block) for block in blocks]
-    layout, options = compat.flex_constants(
-        value(site.call.q), value(site.call.k), value(site.call.v), fakes, predicate.BLOCK
-    )
+    q, k, v = map(value, site.call.operands)
+    layout, options = compat.flex_constants(q, k, v, fakes, predicate.BLOCK)
     with graph.inserting_before(site.call.node):
         biases = _biases(site)
         scoring = _score(site, rows if scored else None, len(biases))
@@ -238,10 +220,8 @@ def _call_flex(site: Attention, masks: _Masks) -> None:
         lengths = [_length(one) for one in (site.call.q, site.call.k)]
         given: Any = (*lengths, *(attends if one is compat.MASK_MOD else nodes.get(id(one), one) for one in layout[2:]))
         buffers = (*masks.hand(scored, site), *biases), tuple(masks.hand(tensors, site))
-        call = graph.call_function(
-            torch.ops.higher_order.flex_attention,
-            (site.call.q, site.call.k, site.call.v, score, given, site.call.known_scale, options, *buffers),
-        )
+        flex = torch.ops.higher_order.flex_attention
+        call = _insert(site, flex, score, given, site.call.known_scale, options, *buffers)
         out, sums = (graph.call_function(operator.getitem, (call, place)) for place in range(2))
     example, sum_example = _examples(site)
     _hold(call, site, (example, sum_example, sum_example))
@@ -250,7 +230,7 @@ def _call_flex(site: Attention, masks: _Masks) -> None:
     if site.call.sinks is not None:
         with graph.inserting_before(site.call.node):
             [out] = traced_into(graph, _with_sinks, [out, sums, site.call.sinks], site.call.node)
-    _take(site, out)
+    return out
 
 
 def _with_sinks(out: Tensor, sums: Tensor, sinks: Tensor) -> list[Tensor]:
@@ -270,7 +250,7 @@ def _length(tensor: fx.Node) -> Any:
     return node
 
 
-def _call_either(site: Attention, masks: _Masks) -> None:
+def _call_either(site: Attention, masks: _Masks) -> fx.Node:
     mask = site.proof.mask
     assert mask is not None
     writer = Writer(site.proof.leaves)
@@ -278,44 +258,33 @@ def _call_either(site: Attention, masks: _Masks) -> None:
     tensors = masks.tensors(site, writer.numbers)
     flag = masks.hides_nothing(site, data, tensors)
     blocks = masks.block_mask(site, tree, tensors, flag)
-    graph = site.call.node.graph
-    with graph.inserting_before(site.call.node):
-        call = graph.call_function(
-            masked_attention.attend,
-            (
-                site.call.q,
-                site.call.k,
-                site.call.v,
-                *masks.hand([flag], site),
-                masks.hand(tensors, site),
-                masks.hand(blocks, site),
-                predicate.to_text(tree),
-                site.call.known_scale,
-                mask.without_data.is_causal,
-            ),
-        )
-        out = graph.call_function(operator.getitem, (call, 0))
+    given = (*masks.hand([flag], site), masks.hand(tensors, site), masks.hand(blocks, site))
+    about = predicate.to_text(tree), site.call.known_scale, mask.without_data.is_causal
+    call = _insert(site, masked_attention.attend, *given, *about)
     _hold(call, site, _examples(site))
-    _take(site, out)
+    with call.graph.inserting_after(call):
+        return call.graph.call_function(operator.getitem, (call, 0))
 
 
-def _call_kept(site: Attention, masks: _Masks) -> None:
+def _call_kept(site: Attention, masks: _Masks) -> fx.Node:
     """Attention with dropout to the keys that a padding keeps."""
     assert site.proof.mask is not None
     writer = Writer(site.proof.leaves)
     tree = writer.write(site.proof.mask.conditions)
-    rows = masks.rows_of_kept(site, tree, masks.tensors(site, writer.numbers))
-    with site.call.node.graph.inserting_before(site.call.node):
-        operands: Any = (
-            site.call.q,
-            site.call.k,
-            site.call.v,
-            *masks.hand(rows, site),
-            site.call.dropout,
-            site.call.known_scale,
-        )
-        out = site.call.node.graph.call_function(masked_attention.attend_to_kept, operands)
-    _take(site, out)
+    rows = masks.hand(masks.rows_of_kept(site, tree, masks.tensors(site, writer.numbers)), site)
+    return _insert(site, masked_attention.attend_to_kept, *rows, site.call.dropout, site.call.known_scale)
+
+
+# What computes attention in the place of a site's, by the kernel that was decided on.
+_CALLS = {
+    "plain": _call_plainly,
+    "causal": _call_plainly,
+    "flex": _call_flex,
+    "either": _call_either,
+    "kept": _call_kept,
+    "fixed": _call_in_fixed_order,
+    "few": _call_of_few,
+}
 
 
 def _examples(site: Attention) -> tuple[Tensor, Tensor]:

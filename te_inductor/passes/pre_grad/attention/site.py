@@ -29,6 +29,11 @@ class AttentionCall:
     grouped: bool = False  # whether k and v have fewer heads than q, each for a group of its heads
 
     @property
+    def operands(self) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """q, k and v."""
+        return self.q, self.k, self.v
+
+    @property
     def known_scale(self) -> float:
         """What the scores are multiplied by, where the width is a number."""
         return float(self.q.meta["example_value"].shape[-1] ** -0.5 if self.scale is None else self.scale)

@@ -20,12 +20,11 @@ from te_inductor.passes.graph.operators import name
 from te_inductor.passes.graph.values import is_tensor, is_wrapped, value
 from te_inductor.passes.pre_grad.attention import added, by_hand, masks
 from te_inductor.passes.pre_grad.attention.added import Added
-from te_inductor.passes.pre_grad.attention.expressions import expression
+from te_inductor.passes.pre_grad.attention.expressions import Symbols, expression
 from te_inductor.passes.pre_grad.attention.formulas import Reader
 from te_inductor.passes.pre_grad.attention.inputs import Inputs
 from te_inductor.passes.pre_grad.attention.masks import Mask, Scores
 from te_inductor.passes.pre_grad.attention.site import KERNELS, Attention, AttentionCall
-from te_inductor.passes.pre_grad.attention.symbols import Symbols
 from te_inductor.passes.pre_grad.attention.trees import Writer
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.presentation.report import AttentionSite
