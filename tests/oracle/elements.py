@@ -1,5 +1,6 @@
 """Rounding to one value of a format, and what else the oracle's files share. See `casts.py`."""
 
+import ctypes
 import math
 
 import torch
@@ -34,7 +35,7 @@ def fp32(value: float) -> float:
     """Round to fp32, to nearest even. Of a float64 quotient of two fp32 values this is the IEEE fp32 quotient: a
     quotient that is no tie differs from every tie (25 bits or fewer) by 2**-49 of itself, and float64 rounds to
     2**-53."""
-    return torch.tensor(value, dtype=torch.float64, device="cpu").to(torch.float32).item()
+    return ctypes.c_float(value).value
 
 
 def amaxes(rows: Tensor) -> list[float]:

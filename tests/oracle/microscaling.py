@@ -4,6 +4,7 @@ Source: OCP Microscaling Formats Specification, revision 1.0; TransformerEngine,
 common/cast/nvfp4/core_nvfp4.cuh, common/recipe/nvfp4.cu.
 """
 
+import functools
 import math
 
 import torch
@@ -64,6 +65,7 @@ def round_stochastically(
     return torch.where(up, above, below).copysign(torch.where(x.isnan(), 1.0, x))
 
 
+@functools.cache
 def philox(seed: int, counter: int) -> int:
     """The first word of Philox4x32-10. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011."""
     c, k = [counter & 0xFFFFFFFF, 0, 0, 0], [seed, 0]
