@@ -70,4 +70,7 @@ def pytest_addoption(parser: Any) -> None:
 
 
 def pytest_configure(config: Any) -> None:
+    os.environ.pop(
+        "PYTEST_XDIST_TESTRUNUID", None
+    )  # workers share no server of programs, whose time would be another's
     config.pluginmanager.register(Costs(config.getoption("--costs")))

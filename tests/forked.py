@@ -10,12 +10,15 @@ would find in a new process: no compiled graph, no cache, no CUDA, no thread. Te
 (imports, an edited package) start one.
 """
 
-import atexit
+import fcntl
 import gc
+import hashlib
 import json
 import os
 import runpy
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -37,7 +40,8 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 class Server:
-    """Runs programs in forks of one process, which starts with the first of them and ends with this one.
+    """Runs programs in forks of one process, which starts with the first of them. All workers of a run of pytest share it,
+    each by a connection of its own; it ends with the last of them.
 
     `libraries` are loaded before any module, as torch has to find them; `environment` is what modules read at import.
     The function `warm` of the module that is named so is called before the first fork.
@@ -48,58 +52,70 @@ class Server:
     ) -> None:
         self.given = {"modules": modules, "libraries": libraries, "warm": warm}
         self.environment = environment
-        self.process: subprocess.Popen[str] | None = None
+        self.channel: Any = None
         self.owner = 0
 
     def run(
         self, module: str, *arguments: str, timeout: int = 300, cwd: Path = ROOT, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         """Runs what `python -m module arguments` would."""
-        process = self._started()
-        assert process.stdin is not None and process.stdout is not None
+        channel = self._connected()
         with tempfile.TemporaryDirectory() as folder:
             outputs = [Path(folder, name) for name in ("stdout", "stderr")]
             asked = {"module": module, "arguments": arguments, "cwd": str(cwd), "environment": environment}
-            process.stdin.write(json.dumps({**asked, "outputs": list(map(str, outputs)), "timeout": timeout}) + "\n")
-            process.stdin.flush()
-            answer = process.stdout.readline()
+            channel.write(json.dumps({**asked, "outputs": list(map(str, outputs)), "timeout": timeout}) + "\n")
+            channel.flush()
+            answer = channel.readline()
             assert answer, "the server of forked programs is gone"
             return subprocess.CompletedProcess(
                 [module, *arguments], int(answer), *(file.read_text() for file in outputs)
             )
 
-    def _started(self) -> subprocess.Popen[str]:
-        if self.process is None or self.owner != os.getpid():
-            path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.forked", json.dumps(self.given)],
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": path, **ONE_THREAD, **self.environment},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            self.owner = os.getpid()
-            atexit.register(self._stop, self.process)
-        return self.process
+    def _connected(self) -> Any:
+        if self.channel is None or self.owner != os.getpid():
+            run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+            key = hashlib.sha256(repr((run, self.given, self.environment)).encode()).hexdigest()[:16]
+            path = f"{tempfile.gettempdir()}/te_inductor_{os.getuid()}_{key}"
+            connection = socket.socket(socket.AF_UNIX)
+            with open(f"{path}.lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                try:
+                    connection.connect(path)
+                except OSError:  # nobody has started it
+                    Path(path).unlink(missing_ok=True)
+                    self._start(path)
+                    connection.connect(path)
+            self.channel, self.owner = connection.makefile("rw"), os.getpid()
+        return self.channel
 
-    def _stop(self, process: subprocess.Popen[str]) -> None:
-        if self.owner == os.getpid() and process.stdin is not None:
-            process.stdin.close()  # which ends the server
-            process.wait()
+    def _start(self, path: str) -> None:
+        """Starts the process. Connections wait for it until it has imported."""
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen()
+            listener.set_inheritable(True)
+            given = json.dumps({**self.given, "listening": listener.fileno(), "path": path})
+            paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+            os.posix_spawn(
+                sys.executable,
+                [sys.executable, "-m", "tests.forked", given],
+                {**os.environ, "PYTHONPATH": paths, **ONE_THREAD, **self.environment},
+                file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
+            )
 
 
 PROGRAMS = Server(RANKS)  # for programs that want torch and the package
 
 
-def serve(modules: list[str], libraries: list[str], warm: str) -> None:
+def serve(modules: list[str], libraries: list[str], warm: str, listening: int, path: str) -> None:
     import ctypes
     import importlib
 
     from tests import hastened
 
     gc.disable()
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.chdir(ROOT)
+    sys.path[0] = str(ROOT)  # it was where the test that came first is
     os.dup2(2, 1)  # whatever an import prints
     for library in libraries:
         ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
@@ -111,12 +127,34 @@ def serve(modules: list[str], libraries: list[str], warm: str) -> None:
         importlib.import_module(warm).warm()
     gc.freeze()  # the programs' collectors neither look through the modules nor copy their memory
     gc.enable()
-    for line in sys.stdin:
-        asked = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            work(asked)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=answers)
+    listener, connected = socket.socket(fileno=listening), 0
+    while True:
+        if select.select([listener], [], [], 0.2 if connected else 0)[0]:
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                answer(connection)
+            connection.close()
+            connected += 1
+        elif connected:
+            connected -= os.waitpid(-1, os.WNOHANG)[0] != 0
+        elif os.path.exists(path):
+            os.unlink(path)  # and looks once more for who has come before that
+            os.unlink(f"{path}.lock")
+        else:
+            break
+
+
+def answer(connection: socket.socket) -> None:
+    """Forks itself for each program that is asked for, and ends with the connection."""
+    with connection.makefile("rw") as channel:
+        for line in channel:
+            child = os.fork()
+            if child == 0:
+                work(json.loads(line))
+            channel.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")
+            channel.flush()
+    os._exit(0)
 
 
 def work(asked: dict[str, Any]) -> None:
