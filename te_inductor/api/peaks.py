@@ -9,7 +9,7 @@ kernel that reads a tensor for the last time at the places where it writes one a
 it do. Not counted are what runs between graphs, workspaces of kernels and libraries, parts that the allocator leaves
 unused, and what a fused optimizer allocates in its step."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from te_inductor.backend import parse, rehearse
 from te_inductor.config import Options
 from te_inductor.errors import OptionError
 from te_inductor.passes.graph.module_path import holder_path, path_of
+from te_inductor.passes.graph.walks import reached
 from te_inductor.passes.pre_grad.plan import Plan
 
 PARAMETER, GRADIENT, OPTIMIZER, SAVED = "parameter", "gradient", "optimizer", "saved for backward"
@@ -93,12 +94,20 @@ class _Graph:
     forward: _Scheduled
     backward: _Scheduled | None
 
+    def saved(self) -> dict[str, str]:
+        """The backward's inputs, and the forward's outputs that they are. Each has its node's name; what option `saved`
+        has put there has names of its own, in the same order."""
+        given = [name for name in self.backward.inputs if not _is_tangent(name)] if self.backward is not None else []
+        last = self.forward.outputs[len(self.forward.outputs) - len(given) :]
+        new = zip([one for one in given if one not in last], [one for one in last if one not in given], strict=True)
+        return {name: name for name in given if name in last} | dict(new)
+
     def kept(self) -> dict[str, str]:
         """What keeps buffers of the forward behind it."""
-        given = [name for name in self.backward.inputs if not _is_tangent(name)] if self.backward is not None else []
+        saved = set(self.saved().values())
         pairs = [*zip(self.forward.outputs, self.forward.returned, strict=False)]
-        found = {buffer: INPUT for _, buffer in pairs[: len(pairs) - len(given)]}
-        return found | {buffer: SAVED for output, buffer in pairs if output in given}
+        found = {buffer: INPUT for _, buffer in pairs[: len(pairs) - len(saved)]}
+        return found | {buffer: SAVED for output, buffer in pairs if output in saved}
 
     def behind(self) -> list[Held]:
         """What the forward leaves in memory."""
@@ -116,7 +125,8 @@ class _Graph:
         places = {name: place for place, name in enumerate(self.backward.returned) if place in self.parameters}
         buffers = {one.name: one.held for one in self.forward.buffers}
         pairs = zip(self.forward.outputs, self.forward.returned, strict=False)
-        made = {output: buffers[buffer] for output, buffer in pairs if buffer in buffers}
+        outputs = {output: buffers[buffer] for output, buffer in pairs if buffer in buffers}
+        made = {name: outputs[output] for name, output in self.saved().items() if output in outputs}
         found = []
         for one in alive:
             if one.name in places:
@@ -298,8 +308,16 @@ def _held_by(graph: Any, buffer: Any, size: int) -> Held:
     node = getattr(buffer, "node", None)
     if node is None:
         return _held_of(graph, "", graph.graph_inputs[buffer.get_name()], size)
-    paths = (_module_of(one) for one in sorted(node.get_origins(), key=lambda one: one.name))
-    return _held_of(graph, next(filter(None, paths), ""), node, size)
+    return _held_of(graph, _module_near(node.get_origins()), node, size)
+
+
+def _module_near(origins: Iterable[fx.Node]) -> str:
+    """The module that some nodes are of; of layers that run as one, and of what is cast behind them, the module that
+    reads them."""
+    nodes = sorted(origins, key=lambda one: one.name)
+    nameless = reached(nodes, lambda one: () if _module_of(one) else one.all_input_nodes)
+    readers = (user for one in nameless if not _module_of(one) for user in one.users)
+    return next(filter(None, map(_module_of, (*nodes, *readers))), "")
 
 
 def _held_of(graph: Any, module: str, value: Any, size: int) -> Held:

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(tabulated(_SUMS, _sums(bf16, this)))
     print()
     print(f"the {arguments.count} largest of {len(this.held)} tensors alive at its peak:")
-    print(tabulated(_TENSORS, _rows(this.held, arguments.count)))
+    print(tabulated(_TENSORS, rows(this.held, arguments.count)))
     return 0
 
 
@@ -59,7 +59,7 @@ def _sums(bf16: Peak, this: Peak) -> Iterator[tuple[str, ...]]:
     yield "peak", *(mib(one.bytes) for one in (bf16, this))
 
 
-def _rows(held: Sequence[Held], count: int) -> Iterator[tuple[str, ...]]:
+def rows(held: Sequence[Held], count: int) -> Iterator[tuple[str, ...]]:
     """Rows of tensors whose modules differ in a number of their paths alone, the largest first."""
     everyone = [one.module for one in held]
     groups = grouped(held, lambda one: (kind(one.module), one.shape, one.dtype, one.keeper)).values()

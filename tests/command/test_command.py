@@ -109,7 +109,9 @@ def test_memory_at_the_peak_of_a_step():
     done = command(*arguments, "--recipe", "delayed", "--policy", '{"*": "delayed"}', "--saved", "low_precision")
     low = json.loads(done.stdout)
     assert low["bf16"] == peak
-    assert any(one["dtype"] == "float8_e4m3fn" for one in low["this"]["held"] if one["keeper"] == "saved for backward")
+    saved = [one["bytes"] for one in low["this"]["held"] if one["keeper"] == "saved for backward"]
+    codes = 4096 * 1024 * (1 + 4 / 128) + 4096 * 128  # of gate and up with their scales, and x's copy
+    assert 0 <= sum(saved) - codes < 64, saved
 
 
 def test_explain_as_data_from_a_file_in_another_folder(tmp_path):
