@@ -2,6 +2,7 @@
 
     python -m examples.full_finetune --shape 8b --context 8192 --steps 50
     python -m examples.full_finetune --shape 8b --context 8192 --steps 50 --recipe bf16
+    python -m examples.full_finetune --shape 8b --batch 4 --context 32768 --steps 8 --checkpoint --offload
     python -m examples.full_finetune --shape tiny --context 64 --steps 6 --vocabulary 1024
 
 Weights are bf16 and random, of the model's real shape; put your own `from_pretrained(…, dtype=torch.bfloat16)` in the
@@ -10,43 +11,105 @@ ends. The optimizer then steps these parameters at once, in a hook, and drops th
 are all that is ever alive. Its states are of 8 bits (torchao's AdamW8bit), and weights are rounded stochastically, as
 an update is often less than bf16's spacing. The output layer is a graph with its loss, which keeps no logits.
 
+Two more are for long sequences. `--checkpoint` has each block keep its input alone and compute the rest again.
+`--offload` has what blocks keep wait on the host, copied beside the computation. It is a hook of autograd's, which sees
+what each graph saves when that graph's forward ends: a model that is one graph would have all of it back at once.
+
 It prints the peak that it expects by sums, then tokens a second, the peak and the losses. Gradients are not clipped, as
 no two parts of them are there together."""
 
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 import te_inductor
 from examples.shapes import SHAPES, llama
 from examples.text import prepare
 
 GIB = 1 << 30
+SMALLEST = 1 << 20  # bytes of a tensor that is worth a copy to the host
+AHEAD = 16  # tensors that are copied back before the backward asks for them: about what two blocks save
 SKIPPED = 3  # steps that compile, or record the first amaxes; they are in no rate and no peak
 KEPT = {"bf16": 1.0, "saved": 0.45, "fp8": 0.67}  # of what a layer saves in bf16, about
 
 
-def expected(model: Any, tokens: int, recipe: str, options: dict[str, Any], optimizer: str) -> dict[str, float]:
+class Offload(saved_tensors_hooks):
+    """Keeps what graphs save on the host, but for parameters and what is small. Copies have a stream of their own."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.kept = {one.untyped_storage().data_ptr() for one in parameters}
+        self.stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self.hosts: list[Tensor | None] = []
+        self.back: dict[int, Tensor] = {}
+        super().__init__(self.pack, self.unpack)
+
+    def pack(self, saved: Tensor) -> Tensor | int:
+        if saved.nbytes < SMALLEST or saved.untyped_storage().data_ptr() in self.kept:
+            return saved
+        host = like(saved, "cpu", self.stream is not None)
+        self.hosts.append(host)
+        self.copied(saved, host)
+        return len(self.hosts) - 1
+
+    def unpack(self, packed: Tensor | int) -> Tensor:
+        """A tensor on the device; those that were saved before it are on their way."""
+        if isinstance(packed, Tensor):
+            return packed
+        for place in range(packed, max(packed - AHEAD, -1), -1):
+            host = self.hosts[place]
+            if host is not None:
+                device = "cpu" if self.stream is None else "cuda"
+                self.back[place] = self.copied(host, like(host, device, False))
+                self.hosts[place] = None
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+        return self.back.pop(packed)
+
+    def copied(self, source: Tensor, target: Tensor) -> Tensor:
+        """The target, to which the stream copies when all that is launched has run; its memory waits for both."""
+        if self.stream is None:
+            return target.copy_(source)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+        (source if source.is_cuda else target).record_stream(self.stream)
+        return target
+
+
+def like(tensor: Tensor, device: str, pinned: bool) -> Tensor:
+    """Memory for a tensor, with its strides, by which a compiled backward reads it."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device, pin_memory=pinned)
+
+
+def expected(model: Any, tokens: int, args: argparse.Namespace) -> dict[str, float]:
     """Bytes at the peak, by sums. A layer saves its input, the sum behind attention, q, k, v, attention's output, gate
-    and up."""
+    and up; with checkpoints its input, and one layer the rest. What is on the host is not counted."""
+    recipe, options, optimizer = args.recipe, args.options, args.optimizer
     config = model.config
     parameters = sum(parameter.numel() for parameter in model.parameters())
     block = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
     heads = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
     layer = 4 * config.hidden_size + 2 * heads + 2 * config.intermediate_size
     kept = KEPT["bf16" if recipe == "bf16" else "saved" if options.get("saved") == "low_precision" else "fp8"]
+    saved = 2.0 * kept * layer * tokens
+    inputs = 2.0 * config.hidden_size * tokens if args.checkpoint else saved
+    layers = 2 if args.offload else config.num_hidden_layers
     return {
         "weights": 2.0 * parameters,
         "states of the optimizer": parameters * (2 * (1 + 4 / 256) if optimizer == "8bit" else 4),
         "gradients of one block, or of the head": 2.0 * max(block, model.lm_head.weight.numel()),
-        "saved for the backward": 2.0 * kept * layer * tokens * config.num_hidden_layers,
+        "saved for the backward": inputs * layers + (saved if args.checkpoint else 0.0),
         "logits and their gradient": 6.0 * tokens * config.vocab_size if recipe == "bf16" else 0.0,
     }
 
@@ -80,8 +143,19 @@ def set_rate(optimizers: list[torch.optim.Optimizer], rate: float) -> None:
             group["lr"] = rate
 
 
-def objective(model: Any, recipe: str, options: dict[str, Any]) -> Callable[[Tensor], Tensor]:
-    """The loss of a batch (B, T + 1): blocks, and the output layer with its loss, each compiled by itself."""
+def computed_again(block: type[nn.Module]) -> type[nn.Module]:
+    """A class of blocks whose forward is a checkpoint."""
+
+    class Checkpointed(block):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return checkpoint(partial(super().forward, **kwargs), *args, use_reentrant=False)
+
+    return Checkpointed
+
+
+def objective(model: Any, recipe: str, options: dict[str, Any], checkpoints: bool) -> Callable[[Tensor], Tensor]:
+    """The loss of a batch (B, T + 1): blocks, and the output layer with its loss, each compiled by itself. A checkpoint
+    is inside of its graph."""
     arguments: dict[str, Any] = {"backend": "inductor"}
     if recipe != "bf16":
         arguments = {"backend": "te", "options": {"recipe": recipe} | options}
@@ -89,7 +163,10 @@ def objective(model: Any, recipe: str, options: dict[str, Any]) -> Callable[[Ten
     def head(hidden: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(model.lm_head(hidden).flatten(0, 1).float(), targets.flatten())
 
+    kind = type(model.model.layers[0])
+    kind = computed_again(kind) if checkpoints else kind
     for block in model.model.layers:
+        block.__class__ = kind
         block.compile(**arguments)
     compiled: Callable[[Tensor, Tensor], Tensor] = torch.compile(head, **arguments)
 
@@ -106,7 +183,7 @@ def batches(tokens: Tensor, steps: int, batch: int, context: int) -> Tensor:  # 
     return tokens[starts + torch.arange(context + 1)].long()
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--layers", type=int, help="fewer than the shape has")
@@ -117,20 +194,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--checkpoint", action="store_true", help="blocks keep their inputs and compute the rest again")
+    parser.add_argument("--offload", action="store_true", help="what blocks keep waits on the host")
     parser.add_argument("--rate", type=float, default=5e-5, help="learning rate, behind ten steps of warmup")
     parser.add_argument(
         "--text", type=Path, nargs="*", default=(), help="files and folders (default: what is installed)"
     )
     parser.add_argument("--folder", type=Path, default=Path("out/full_finetune"), help="that keeps the text")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parsed(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     text = prepare(args.folder / "text", roots=args.text, vocabulary=min(8192, args.vocabulary), megabytes=16)
     model = llama(args.shape, args.vocabulary, layers=args.layers, device=device, dtype=torch.bfloat16).train()
-    sums = expected(model, args.batch * args.context, args.recipe, args.options, args.optimizer)
+    sums = expected(model, args.batch * args.context, args)
     parts = ", ".join(f"{name} {value / GIB:.2f}" for name, value in sums.items() if value)
     print(f"expected at the peak: {sum(sums.values()) / GIB:.1f} GiB, of which {parts}", flush=True)
 
-    loss = objective(model, args.recipe, args.options)
+    loss = objective(model, args.recipe, args.options, args.checkpoint)
     optimizers = step_in_backward(model, args.optimizer, args.rate)
     losses: list[Tensor] = []
     begin = 0.0
@@ -139,7 +222,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             synchronize(device)
             begin = time.perf_counter()
         set_rate(optimizers, args.rate * min(1.0, (step + 1) / 10))
-        value = loss(tokens.to(device))
+        with Offload(model.parameters()) if args.offload else nullcontext():
+            value = loss(tokens.to(device))
         value.backward()
         losses.append(value.detach())
     synchronize(device, reset=False)

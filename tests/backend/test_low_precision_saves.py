@@ -274,6 +274,26 @@ def test_a_failure_of_ours_leaves_the_program_as_it_was(monkeypatch):
     assert all(one.grad is not None for one in model.parameters())
 
 
+def test_hooks_may_copy_what_is_saved():
+    """Hooks that offload it do: codes, scales and bits are tensors like others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.SiLU()).bfloat16()
+    x, dtypes, found = torch.randn(128, HIDDEN, dtype=torch.bfloat16), set(), []
+
+    def pack(one):
+        dtypes.add(one.dtype)
+        return one.clone()
+
+    run = torch.compile(model, backend="te", options={"policy": {"*": "current"}, "saved": "low_precision"})
+    for hooks in (nullcontext(), saved_tensors_hooks(pack, torch.clone)):
+        model.zero_grad()
+        with hooks:
+            loss = run(x).float().square().mean()
+        loss.backward()
+        found.append([one.grad.clone() for one in model.parameters()])
+    assert all(map(torch.equal, *found)) and {torch.float8_e4m3fn, torch.int64} <= dtypes
+
+
 def test_inference_is_as_it_was():
     model, x = layers(), torch.randn(1, 64, HIDDEN, dtype=torch.bfloat16)
     found = []

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -152,14 +153,16 @@ def test_the_table_of_curves(tmp_path, capsys):
 
 
 @pytest.mark.thorough
-def test_an_optimizer_in_the_backward_is_the_optimizer(without_codegen):
-    """Parameters that are stepped in hooks have the losses of a loop that steps them behind the backward."""
+def test_an_optimizer_in_the_backward_is_the_optimizer(without_codegen, monkeypatch):
+    """Parameters that are stepped in hooks have the losses of a loop that steps them behind the backward, and so have
+    checkpoints whose inputs wait on the host."""
+    monkeypatch.setattr(full_finetune, "SMALLEST", 0)
     tokens = full_finetune.batches(torch.arange(99) % 32, 4, 2, 16)
 
-    def losses(in_backward: bool) -> list[float]:
+    def losses(in_backward: bool, offloads: bool = False) -> list[float]:
         torch._dynamo.reset()
         model = llama("tiny", 32, dtype=torch.bfloat16)
-        loss, optimizers = full_finetune.objective(model, "delayed", {}), []
+        loss, optimizers = full_finetune.objective(model, "delayed", {}, checkpoints=offloads), []
         if in_backward:
             optimizers = full_finetune.step_in_backward(model, "adamw", 0.0)
         else:
@@ -167,8 +170,12 @@ def test_an_optimizer_in_the_backward_is_the_optimizer(without_codegen):
         full_finetune.set_rate(optimizers, 1e-2)
         found = []
         for batch in tokens:
-            value = loss(batch)
+            hooks = full_finetune.Offload(model.parameters())
+            with hooks if offloads else nullcontext():
+                value = loss(batch)
+            assert bool(hooks.hosts) == offloads
             value.backward()
+            assert not hooks.back and all(one is None for one in hooks.hosts)
             if in_backward:
                 assert all(parameter.grad is None for parameter in model.parameters())
             else:
@@ -177,13 +184,14 @@ def test_an_optimizer_in_the_backward_is_the_optimizer(without_codegen):
             found.append(value.item())
         return found
 
-    assert losses(True) == losses(False)
+    assert losses(True) == losses(False) == losses(True, offloads=True)
 
 
 def test_sums_of_a_full_finetune():
     """Llama-3-8B: 16 GB of weights, as much of states, and what 32 layers save of 8192 tokens."""
     model = llama("8b", 128256, device="meta", dtype=torch.bfloat16)
-    sums = full_finetune.expected(model, 8192, "delayed", {}, "8bit")
+    args = full_finetune.parsed([])
+    sums = full_finetune.expected(model, 8192, args)
     assert sums["weights"] == 16_060_522_496 and sums["saved for the backward"] == pytest.approx(
         0.67 * 32 * 736 * 2**20
     )
