@@ -132,18 +132,22 @@ def store(n: int, k: int, dtype: torch.dtype, more: float) -> None:
 
 
 def grouped_attention() -> None:
-    """Queries of several heads share their keys, which lie as (B, N, KV heads, D); each batch has a mask."""
+    """Queries of several heads share their keys, which lie as (B, N, KV heads, D); each batch has a mask. A query of NaN
+    is not one that attends to no key."""
     q, k, v = (torch.randn(3, *size).bfloat16() for size in ((6, 2, 64), (2, 90, 64), (2, 90, 64)))
     k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
     keep = torch.rand(3, 180)[:, ::2] < 0.5
-    keep[1] = False
+    keep[1], q[0, 1] = False, torch.nan
     for programs in (1, 512):
         with mock.patch.object(decode_attention, "_PROGRAMS", programs):
             y = decode_attention.attention(q, k, v, keep, 0.1, zeros=True, assembly=False).double()
         expected = torch.nn.functional.scaled_dot_product_attention(
             *(x.double() for x in (q, k, v)), keep[:, None, None], scale=0.1, enable_gqa=True
         )
-        assert ((y - expected).abs() <= 2.0**-7 * expected.abs() + 2.0**-8).all() and (y[1] == 0).all()
+        near = (y - expected).abs() <= 2.0**-7 * expected.abs() + 2.0**-8
+        assert torch.equal(y.isnan(), expected.isnan()) and (near | y.isnan()).all() and (y[1] == 0).all()
+    nothing = decode_attention.attention(q, k[:, :, :0], v[:, :, :0], keep[:, :0], 0.1, zeros=True, assembly=False)
+    assert (nothing == 0).all()
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def attention(
     """Computes what the eager kernel does, with scores and sums in fp32."""
     (batch, heads, m, d), (kv_heads, n) = q.shape, k.shape[1:3]
     rows = heads // kv_heads * m
-    if rows > QUERIES or d not in WIDTHS:  # called by hand: the passes ask beforehand
+    if rows > QUERIES or d not in WIDTHS or n == 0:  # the first two by hand: the passes ask beforehand
         return eager.decode_attention(q, k, v, keep, scale, zeros)
     q = q.contiguous()
     groups = batch * kv_heads
@@ -143,10 +143,11 @@ def _together(
     top = tl.load(tops + place, mask=inside, other=float("-inf"))
     total = tl.load(totals + place, mask=inside, other=0.0)
     part = tl.load(sums + place[:, None] * D + d[None, :], mask=inside[:, None], other=0.0)
-    # Where no key is kept all are -inf: the result is NaN, as softmax's, or zeros.
+    # Where no key is kept all are -inf: the result is NaN, as softmax's, or zeros. Maxima pass over NaN, so that scores
+    # that are all NaN leave -inf too, and a total of NaN.
     highest = tl.max(top, axis=0)
     factor = tl.where(inside, tl.exp(top - highest), 0.0)
     y = tl.sum(part * factor[:, None], axis=0) / tl.sum(total * factor, axis=0)
     if ZEROS:
-        y = tl.where(highest == float("-inf"), 0.0, y)
+        y = tl.where((highest == float("-inf")) & (tl.sum(total, axis=0) == 0.0), 0.0, y)
     tl.store(out + row * D + d, y.to(out.dtype.element_ty))
