@@ -335,7 +335,7 @@ def _bmm(a: Any, b: Any) -> Any:
         y = whole.product(x, None, ids)
     else:
         y = whole.product(x, ops.equal_groups(a, count, rows), None)
-    return y.reshape(count, rows, -1)
+    return y.reshape(count, rows, y.shape[-1])
 
 
 def _index(weight: Any, indices: Any) -> Any:

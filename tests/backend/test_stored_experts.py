@@ -448,8 +448,13 @@ def _negative(model: nn.Module, x: Tensor, ids: Tensor) -> Tensor:
     return torch.bmm(model.w[ids - E], x.unsqueeze(-1)).squeeze(-1)
 
 
+def _none_and_all(model: nn.Module, x: Tensor, ids: Tensor) -> Tensor:
+    parts = slice(0), slice(None)
+    return torch.cat([torch.bmm(x[part].unsqueeze(1), model.w[ids[part]].mT) for part in parts])
+
+
 @few_recipes
-@pytest.mark.parametrize("program", [_plus_one, _selected, _copied_into, _negative])
+@pytest.mark.parametrize("program", [_plus_one, _selected, _copied_into, _negative, _none_and_all])
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 def test_what_is_picked_is_what_plain_weights_give(program, recipe, compiles):
     """Whatever is written between the index and the product, and also of numbers from the end."""
