@@ -65,13 +65,19 @@ is_called(nvfp4_linear, nvfp4_linear_fp8, nvfp4_dequantize, nvfp4_recast)
 
 
 class _Frozen(torch.autograd.Function):
-    """``kind.product(x, *weight, *constants)``, and its gradient for x alone."""
+    """``kind.product(x, *weight, *constants)``, and its gradient for x alone; also within transforms of torch.func."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: Any, constants: tuple[Any, ...], *weight: Tensor) -> Tensor:
-        ctx.save_for_backward(*weight)
-        ctx.kind, ctx.constants, ctx.k, ctx.dtype = kind, constants, x.shape[-1], x.dtype
+    def forward(x: Tensor, kind: Any, constants: tuple[Any, ...], *weight: Tensor) -> Tensor:  # type: ignore[override]
         return kind.product(x, *weight, *constants)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, ctx.kind, ctx.constants, *weight = inputs
+        ctx.save_for_backward(*weight)
+        ctx.k, ctx.dtype = x.shape[-1], x.dtype
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
@@ -132,9 +138,10 @@ class _FP8:
 
     @staticmethod
     def gradient(dy: Tensor, data: Tensor, scale_inv: Tensor, k: int, slots: Slots, *_: Any) -> Tensor:
-        """Note [dgrad through stored values]"""
+        """Note [dgrad through stored values]. Transforms of torch.func may want a gradient of it, which the cast has only
+        for autograd."""
         scope = slots.weight.granularity
-        if scope.blocked:
+        if scope.blocked or torch._C._are_functorch_transforms_active():
             return dy @ dequantize(data, scale_inv, slots.weight, dy.dtype)[:, :k]
         dtype = dy.dtype
         if not scope.whole:
@@ -182,6 +189,13 @@ def _fp8_weight(
 
 nvfp4_weight_only = op_of(_nvfp4_weight_only, name="nvfp4_weight_only")
 fp8_weight = op_of(_fp8_weight, name="fp8_weight")
+
+
+def product_of(op: Any) -> Any:
+    """Returns one of these two ops, or the function that it calls where transforms of torch.func are active: a custom op is
+    out of their reach while it is called."""
+    functions = {nvfp4_weight_only: _nvfp4_weight_only, fp8_weight: _fp8_weight}
+    return functions[op] if torch._C._are_functorch_transforms_active() else op
 
 
 def _stored_like(weight: Tensor, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -248,7 +248,8 @@ class NVFP4Weight(StoredWeight):
         return ops_stored.nvfp4_dequantize(*self.parts, self.shape[1], self.dtype)  # type: ignore[no-any-return]
 
     def linear(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        return ops_stored.nvfp4_weight_only(  # type: ignore[no-any-return]
+        multiply = ops_stored.product_of(ops_stored.nvfp4_weight_only)
+        return multiply(  # type: ignore[no-any-return]
             x, self.stored, self.block_scale, self.tensor_scale, bias, self.recipe.prefill, out_dtype
         )
 
@@ -280,7 +281,8 @@ class Float8Weight(StoredWeight):
         return ops.dequantize(*self.parts, self.quantizer, self.dtype)[:, : self.shape[1]]  # type: ignore[no-any-return]
 
     def linear(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        return ops_stored.fp8_weight(x, self.values_, self.scale_inv, bias, self.recipe.slots().to_text(), out_dtype)  # type: ignore[no-any-return]
+        multiply = ops_stored.product_of(ops_stored.fp8_weight)
+        return multiply(x, self.values_, self.scale_inv, bias, self.recipe.slots().to_text(), out_dtype)  # type: ignore[no-any-return]
 
 
 _KINDS: dict[type[Recipe], type[StoredWeight]] = {

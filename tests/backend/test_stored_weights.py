@@ -168,6 +168,27 @@ def test_gradient_of_the_input(recipe):
         quantized.bias.grad = None
 
 
+@recipes
+def test_gradients_of_torch_func(recipe):
+    """They are right, and so are those of each row and those of a gradient; `vjp` calls its backward outside of the
+    transform."""
+    quantized = quantize_(nn.Linear(96, 48, bias=False), recipe)
+    x, dy, w = torch.randn(5, 96), torch.randn(5, 48), quantized.weight.dequantize()
+
+    def gradients(run):
+        def of_row(x, dy):
+            return torch.func.grad(lambda x: (run(x) * dy).sum())(x)
+
+        def of_squares(x):
+            return torch.func.grad(lambda x: run(x).square().sum())(x).square().sum()
+
+        return torch.func.vjp(run, x)[1](dy)[0], torch.func.vmap(of_row)(x, dy), torch.func.grad(of_squares)(x)
+
+    expected = expected_gradient(dy, quantized.weight), dy @ w, 8 * quantized(x) @ w @ w.t() @ w
+    torch.testing.assert_close(gradients(quantized), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(compiled(lambda: gradients(quantized))(), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_one_compile_for_any_batch():
     quantized = quantize_(model())
     run, counter = compiled(quantized), torch._dynamo.utils.counters
