@@ -140,6 +140,23 @@ def test_inputs_that_cannot_run(x, weight, reason):
         torch.testing.assert_close(y, linear(x, weight))
 
 
+@pytest.mark.parametrize("recipe", ["rowwise", "nvfp4_weight_only"])
+def test_operands_of_two_dtypes(recipe):
+    """torch refuses them, and so does a compiled graph; autocast casts them."""
+    x, layer = torch.randn(X), nn.Linear(32, 32, dtype=torch.bfloat16)
+
+    def run(bias=None):
+        torch._dynamo.reset()
+        options = {"recipe": recipe, "policy": {"*": recipe}, "fallback": "error"}
+        return torch.compile(lambda x: nn.functional.linear(x, layer.weight, bias), backend="te", options=options)(x)
+
+    for bias in (None, torch.randn(32)):
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="operands of float32 and bfloat16, which"):
+            run(bias)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert run().dtype == torch.bfloat16
+
+
 def test_a_weight_longer_than_kernels_count():
     """The limit holds, too, where it would be stored, and then written out or multiplied."""
     assert str(requirements.sizes(2**24, 64)) == "weight of 16777216 x 64, longer than 8388608"

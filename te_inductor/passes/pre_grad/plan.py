@@ -14,7 +14,7 @@ from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal
 from te_inductor.kernels.cutlass_tiles import Kernel
 from te_inductor.kernels.problem import Program
-from te_inductor.passes.graph import regions, writes
+from te_inductor.passes.graph import operators, regions, writes
 from te_inductor.passes.pre_grad.attention.site import Attention
 from te_inductor.passes.pre_grad.loss.reading import Reading
 from te_inductor.passes.pre_grad.sites import contractions
@@ -249,6 +249,12 @@ class Plan:
     def writes(self) -> writes.Writes:
         """What the graph writes, and where. Asked for once, behind the passes that put nodes in."""
         return writes.of_dynamo(self.gm.graph, self.inputs)
+
+    def may_autocast(self, device: torch.device) -> bool:
+        """Whether torch.autocast, around the graph or within it, may cast operands of products on a device."""
+        around = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+        nodes = (node for module in self.graph_modules() for node in module.graph.nodes)
+        return around or any("autocast" in operators.name(node) for node in nodes)
 
     def graph_modules(self) -> list[fx.GraphModule]:
         """The graph and the bodies of its higher-order ops, such as checkpoint's."""
