@@ -4,12 +4,13 @@
     python -m benchmarks.first_step --models gemma-2-9b --arms bf16 te:delayed --rounds 5
     python -m benchmarks.first_step --models tiny --device cpu --tokens 64 --profile out/first_step
 
-Each step is a forward, a loss and a backward, by a process of its own. `first` is from `torch.compile` to the end of the
-first step, so that what either backend imports counts, and what torch and the model import does not; `second` is the
-step behind, which under delayed scaling compiles another backward. Arms have caches of their own, bytecode of Python's
-included, all in one folder that is new: the first process of an arm finds none of them, the others all. An arm is `bf16`
-or `te:RECIPE`, with a `!` behind it for a policy that names every layer. `--profile` leaves a profile of one more
-process of each arm in a folder (`python -m pstats FILE`), whose times are not told."""
+Each step is a forward, a loss and a backward, by a process of its own. `first` is from `torch.compile` to the end of
+the first step, so that what either backend imports counts, and what torch and the model import does not; `second` is
+the step behind, which under delayed scaling compiles another backward. `CPU s` is the processor time of both, of the
+process and of compilers that it has waited for, which others on the machine disturb less. Arms have caches of their
+own, bytecode of Python's included, all in one folder that is new: the first process of an arm finds none of them, the
+others all. An arm is `bf16` or `te:RECIPE`, with a `!` behind it for a policy that names every layer. `--profile`
+leaves a profile of one more process of each arm in a folder (`python -m pstats FILE`), whose times are not told."""
 
 import argparse
 import cProfile
@@ -42,7 +43,7 @@ def child(args: argparse.Namespace) -> dict[str, float]:
     harness.synchronize(args.device)
     if args.profile:
         profile.enable()
-    times = [time.perf_counter()]
+    times, used = [time.perf_counter()], processor_time()
     run: Any = kind.make(loss, recipe, None, {"policy": {"*": recipe}} if arm.endswith("!") else {})
     for _ in range(2):
         run(*batch).backward()
@@ -51,7 +52,11 @@ def child(args: argparse.Namespace) -> dict[str, float]:
     if args.profile:
         profile.disable()
         profile.dump_stats(args.profile)
-    return {"first": times[1] - times[0], "second": times[2] - times[1]}
+    return {"first": times[1] - times[0], "second": times[2] - times[1], "cpu": processor_time() - used}
+
+
+def processor_time() -> float:
+    return sum(os.times()[:4])
 
 
 def started(
@@ -92,17 +97,18 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def show(name: str, found: dict[str, Any], environment: dict[str, Any], args: argparse.Namespace) -> None:
     def medians(one: dict[str, Any]) -> tuple[float, ...]:
-        full = [statistics.median(times[step] for times in one["full"]) for step in ("first", "second")]
-        return one["empty"]["first"], one["empty"]["second"], *full
+        steps = ("first", "second", "cpu")
+        full = [statistics.median(times[step] for times in one["full"]) for step in steps]
+        return *(one["empty"][step] for step in steps), *full
 
     base = medians(found["bf16"]) if "bf16" in found else None
     rows = []
     for arm, one in found.items():
-        empty, empty_second, full, full_second = medians(one)
-        over = (None, None) if base is None else (empty / base[0], full / base[2])
-        cells = (empty, over[0], empty_second, full, over[1], full_second)
+        empty, empty_second, empty_cpu, full, full_second, full_cpu = medians(one)
+        over = (None, None) if base is None else (empty / base[0], full / base[3])
+        cells = (empty, over[0], empty_second, empty_cpu, full, over[1], full_second, full_cpu)
         rows.append((arm, *(table.number(cell) for cell in cells)))
-    columns = ("arm", "empty s", "of bf16's", "second s", "full s", "of bf16's", "second s")
+    columns = ("arm", "empty s", "of bf16's", "second s", "CPU s", "full s", "of bf16's", "second s", "CPU s")
     table.show(f"{name}, {args.layers} layers, {args.tokens} tokens; {table.headline(environment)}", columns, rows)
 
 

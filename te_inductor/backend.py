@@ -11,7 +11,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -231,7 +231,9 @@ def _inductor(
         agree: Callable[[bool], bool] | None = None,
     ) -> Callable[..., Any]:
         seldom = partial(interpreted.interpreting, agree=agree) if runs_seldom else lambda inner: inner
-        cached = compat.without_graph_cache() if runs_seldom else nullcontext()
+        cached: AbstractContextManager[None] = nullcontext()
+        if runs_seldom:  # ranks that have to agree ask each other, which a graph of a cache would not
+            cached = interpreted.kept() if agree is None else compat.without_graph_cache()
         try:
             with flops.weighed(), compat.saving_a_minimum_cut(), cached:
                 return compat.compile_fx(gm, inputs, patches, name, lambda inner: around(seldom(wrap_inner(inner))))  # type: ignore[no-any-return]

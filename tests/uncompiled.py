@@ -7,7 +7,7 @@ from unittest import mock
 
 from torch import fx
 
-from te_inductor.passes.graph.interpreted import interpreter
+from te_inductor.passes.graph.interpreted import Interpreted
 
 
 def compile_fx(
@@ -33,7 +33,7 @@ def compile_fx(
 
     def boxed(graph: fx.GraphModule, _: Any) -> Any:
         see(graph.graph)
-        return interpreter(graph)
+        return Interpreted(graph)
 
     compiler = aot_autograd(
         fw_compiler=around(boxed),

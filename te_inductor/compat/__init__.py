@@ -36,10 +36,13 @@ from te_inductor.compat.dynamo import (
 from te_inductor.compat.inductor import (
     MASK_MOD,
     autotune,
+    bypass_graph_cache,
     compile_fx,
     concatenated,
     flex_constants,
+    keeping_whole_graphs,
     let_marks_be_saved,
+    miss_graph_cache,
     saving_a_minimum_cut,
     size_hint,
     width_of_right_vectors,

@@ -7,7 +7,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
@@ -55,10 +55,34 @@ def compile_fx(
 
 
 def without_graph_cache() -> AbstractContextManager[None]:
-    """AOTAutograd's cache looks up no graph, and keeps none: it can write only graphs that Inductor has compiled."""
+    """AOTAutograd's cache looks up no graph, and keeps none."""
     from torch._functorch import config
 
     return config.patch(enable_autograd_cache=False)  # type: ignore[no-any-return]
+
+
+def keeping_whole_graphs(whole: bool = True) -> AbstractContextManager[None]:
+    """AOTAutograd's cache keeps what a compiler returned, of any class of `OutputCode`, the backward beside the forward,
+    with which it is compiled for that; or, as a rule, the keys by which Inductor's own cache has both."""
+    from torch._functorch import config
+
+    if not whole:
+        return config.patch(bundled_autograd_cache=False)  # type: ignore[no-any-return]
+    return config.patch(bundled_autograd_cache=True, force_non_lazy_backward_lowering=True)  # type: ignore[no-any-return]
+
+
+def miss_graph_cache() -> NoReturn:
+    """Has AOTAutograd go on as if its cache did not have the graph that it has found."""
+    from torch._functorch._aot_autograd.autograd_cache import FXGraphCacheMiss
+
+    raise FXGraphCacheMiss
+
+
+def bypass_graph_cache(reason: Exception) -> NoReturn:
+    """Has AOTAutograd's cache not keep the graph that it is about to write."""
+    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+
+    raise BypassAOTAutogradCache(str(reason)) from reason
 
 
 @functools.cache
@@ -68,14 +92,15 @@ def width_of_right_vectors() -> int | None:
     GCC 12 tunes for `generic` where it does not recognise the processor. So tuned, its vectorizer of basic blocks
     (`-ftree-slp-vectorize`) compiles Inductor's transpose of 16-bit tiles (`transpose_mxn`) to wrong code where a kernel
     has two of them, with 512 bits alone: most of both results is then garbage."""
-    from torch._inductor import cpp_builder, cpu_vec_isa
+    from torch._inductor import config, cpp_builder
 
+    # Inductor itself tries whether a vector's code compiles and loads, in a process that imports torch.
+    if config.cpp.simdlen not in (None, 512) or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return None
     try:
         compiler = cpp_builder.get_cpp_compiler()
-        isa = cpu_vec_isa.pick_vec_isa()
-        if not cpp_builder.is_gcc() or not isa or isa.bit_width() < 512:
-            return None
-        return 256 if is_gcc_wrong(*(_output(compiler, question) for question in _QUESTIONS)) else None
+        wrong = cpp_builder.is_gcc() and is_gcc_wrong(*(_output(compiler, question) for question in _QUESTIONS))
+        return 256 if wrong else None
     except (OSError, RuntimeError, subprocess.SubprocessError):
         return None  # no compiler, or one that does not answer: Inductor says so where it needs one
 

@@ -69,7 +69,7 @@ def first_step(rank: Rank, *may: str) -> Any:
     with (
         mock.patch.object(compat, "compile_fx", compile_fx),
         mock.patch.object(lowerings, "install", lambda *_, **__: lambda inner: inner),  # of generated code
-        mock.patch.object(interpreted, "interpreter", counted("interpreted", interpreted.interpreter)),
+        mock.patch.object(interpreted, "Interpreted", counted("interpreted", interpreted.Interpreted)),
         mock.patch.object(interpreted, "fits", lambda _: may == ("may",) or rank.rank < rank.world - 1),
     ):
         found = [rank.step(run, model, x, dy) for _ in range(2)]

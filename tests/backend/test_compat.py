@@ -52,6 +52,7 @@ EXTENSION_POINTS = {
     "torch._inductor.custom_graph_pass.CustomGraphPass",
     "torch._inductor.custom_graph_pass.CustomPartitionerFn",
     "torch._inductor.lowering.register_lowering",
+    "torch._inductor.output_code.OutputCode",
     "torch._inductor.virtualized.V.graph.register_buffer",
     "torch._inductor.virtualized.V.graph.register_operation",
     "torch._inductor.virtualized.V.set_choices_handler",
@@ -61,8 +62,10 @@ EXTENSION_POINTS = {
 # Options that it sets for a while. Those that work around faults have records.
 OPTIONS = {
     "automatic_dynamic_shapes": "calibrating traces one call, whose sizes say nothing of later ones",
-    "enable_autograd_cache": "a graph that is interpreted cannot be written into it",
-    "force_non_lazy_backward_lowering": "an estimate of a step has the backward scheduled, which is not called",
+    "bundled_autograd_cache": "the cache keeps a graph that is interpreted, of which Inductor's own has nothing",
+    "enable_autograd_cache": "ranks that agree on what to interpret ask each other at each compile",
+    "force_non_lazy_backward_lowering": "an estimate of a step has the backward scheduled, which is not called; a cache"
+    " that keeps whole graphs has it beside the forward",
     "is_non_builtin_to_include": "the partitioner's own switch for ops that are not torch's",
     "max_autotune": "a library's GEMM is not measured where it is the only choice",
     "max_autotune_gemm": "likewise",

@@ -1,8 +1,15 @@
 """Graphs that run by the eager kernels of their operators, which those of a first step do: passes/graph/interpreted.py."""
 
+import copy
+import itertools
+import pickle
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
+from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, FXGraphCacheMiss
+from torch._inductor.output_code import OutputCode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -21,7 +28,7 @@ def graphs(monkeypatch, no_caches):
     from te_inductor import lowerings
 
     found = {"interpreted": [], "compiled": []}
-    run, install = interpreted.interpreter, lowerings.install
+    run, install = interpreted.Interpreted, lowerings.install
 
     def installed(*args, **kwargs):
         wrap = install(*args, **kwargs)
@@ -31,7 +38,9 @@ def graphs(monkeypatch, no_caches):
 
         return noted
 
-    monkeypatch.setattr(interpreted, "interpreter", lambda gm: (found["interpreted"].append(gm), run(gm))[1])
+    monkeypatch.setattr(
+        interpreted, "Interpreted", lambda gm, most: (found["interpreted"].append(gm), run(gm, most))[1]
+    )
     monkeypatch.setattr(lowerings, "install", installed)
     monkeypatch.setattr(state_inputs, "_first_steps_recur", False)
     torch._dynamo.reset()
@@ -85,7 +94,8 @@ def test_a_first_step_with_dropout_is_compiled(graphs):
 
 def test_a_backward_goes_the_way_of_its_forward(monkeypatch):
     ways = []
-    monkeypatch.setattr(interpreted, "fits", lambda gm: gm.answer)
+    monkeypatch.setattr(interpreted, "most_written_of_gpus", lambda gm: gm.answer)
+    monkeypatch.setattr(interpreted, "fits", bool)
     for answers in ((True, True), (True, False), (False, True)):
         compile, seen = interpreted.interpreting(lambda gm, inputs, **_: "compiled"), []
         for answer in answers:
@@ -99,13 +109,61 @@ def test_a_backward_goes_the_way_of_its_forward(monkeypatch):
 @pytest.mark.parametrize("deterministic", (False, True))
 def test_deterministic_algorithms_are_compiled(deterministic):
     """Eager kernels raise there that generated code replaces."""
-    compile = interpreted.interpreting(lambda gm, inputs, **_: "compiled")
+    code = OutputCode()
+    compile = interpreted.interpreting(lambda gm, inputs, **_: code)
     torch.use_deterministic_algorithms(deterministic)
     try:
         found = compile(make_fx(lambda x: x + 1)(torch.ones(2)), [])
     finally:
         torch.use_deterministic_algorithms(False)
-    assert (found == "compiled") == deterministic
+    assert (found is code) == deterministic
+    with pytest.raises(BypassAOTAutogradCache) if deterministic else nullcontext():  # its own cache keeps it
+        pickle.dumps((found if deterministic else 0,))
+
+
+def updates(update):
+    def program(scale, history):
+        ops.update_scales([scale], [history], update)
+        return torch.cat([scale[None], history[1:3]]).to(torch.bfloat16), history.amax(0, True)[0]
+
+    return make_fx(program, tracing_mode="fake")(torch.ones(()), torch.rand(4))
+
+
+def test_a_graph_that_a_cache_keeps(monkeypatch):
+    """It computes the same, and is found only where it may run as it is."""
+    gm = updates(ScaleUpdate(DelayedScaling(amax_history_len=4), "e5m2"))
+    kept, own = interpreted.Interpreted(gm, {"cuda": 8}), interpreted.Interpreted(gm)
+    kept.prepare_for_serialization()
+    kept = pickle.loads(pickle.dumps(kept))
+    for room, deterministic, cudagraphs, wanted in itertools.product((True, False), repeat=4):
+        monkeypatch.setattr(interpreted, "fits", lambda most, room=room: room and most == {"cuda": 8})
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=deterministic: asked)
+        may = room and wanted and not (deterministic or cudagraphs)
+        found = copy.copy(kept)
+        with interpreted.kept() if wanted else nullcontext(), nullcontext() if may else pytest.raises(FXGraphCacheMiss):
+            found.post_compile([], None, {"cudagraphs": cudagraphs})
+        if may:
+            loaded = found
+    state, other = ([torch.tensor(3.0), torch.tensor([5.0, 1.0, 2.0, 0.5])] for _ in range(2))
+    for a, b in zip(loaded([*state]), own([*other]), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(state[0], other[0]) and torch.equal(state[1], other[1]) and state[1]._version == 0
+
+
+def test_graphs_that_no_cache_keeps():
+    """A function of the program's own may be another one, of the same name, in another process."""
+    held = torch.ones(2)
+    for gm in (
+        updates(ScaleUpdate(DelayedScaling(scaling_factor_compute_algo=scale_of, amax_history_len=4), "e5m2")),
+        make_fx(lambda x: x + held)(torch.ones(2)),
+        make_fx(lambda x: x + 1, tracing_mode="symbolic")(torch.ones(3)),  # nor does its memory follow from it
+    ):
+        with pytest.raises(BypassAOTAutogradCache):
+            interpreted.Interpreted(gm, {"cuda": 8}).prepare_for_serialization()
+
+
+def scale_of(amax, scale, fp8_max, recipe):
+    return fp8_max / amax
 
 
 def test_operators_that_eager_kernels_compute_otherwise():

@@ -22,16 +22,22 @@ graphs are interpreted.
   which rank compiles one. That also goes for memory: a later graph that does not fit is interpreted. Code comes for all in
   the same call, as they count the calls that were first steps alike."""
 
-from collections.abc import Callable, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch._inductor.output_code import OutputCode
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
+from te_inductor import compat
+from te_inductor.passes.graph import graph_text
 from te_inductor.passes.graph.values import bytes_of
 from te_inductor.passes.graph.writes import written_by
 from te_inductor.recipes.delayed import ScaleUpdate
@@ -50,16 +56,37 @@ def interpreting(compile_graph: Callable[..., Any], agree: Callable[[bool], bool
 
     def compile(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         nonlocal compiles, begun
-        compiles = compiles or bool(options.get("cudagraphs")) or torch.are_deterministic_algorithms_enabled()
-        compiles = compiles or not means_the_same(gm, together=agree is not None)
+        compiles = compiles or _needs_code(options) or not means_the_same(gm, together=agree is not None)
+        most = {} if compiles else most_written_of_gpus(gm)
         if agree is None or not begun:  # nothing that ranks have agreed on depends on what is free behind it
-            compiles = compiles or not fits(gm)
+            compiles = compiles or not fits(most)
         if agree is not None and not begun:
             compiles = not agree(not compiles)
         begun = True
-        return compile_graph(gm, inputs, **options) if compiles else interpreter(gm)
+        return _with_code(compile_graph, gm, inputs, options) if compiles else Interpreted(gm, most)
 
     return compile
+
+
+def _with_code(compile_graph: Callable[..., Any], gm: fx.GraphModule, inputs: Sequence[Any], options: Any) -> Any:
+    """What `compile_graph` returns. Inductor's own cache keeps it, and AOTAutograd's not, by which another process would
+    run it without asking whether the graph may be interpreted there."""
+    with compat.keeping_whole_graphs(False):
+        made = compile_graph(gm, inputs, **options)
+    if isinstance(made, OutputCode):
+        made.te_inductor_code = _Unwritten()  # type: ignore[attr-defined]
+    return made
+
+
+class _Unwritten:
+    """What a cache cannot keep, nor anything that has it."""
+
+    def __reduce__(self) -> Any:
+        compat.bypass_graph_cache(ValueError("another process may interpret the graph of this code"))
+
+
+def _needs_code(options: Mapping[str, Any]) -> bool:
+    return bool(options.get("cudagraphs")) or torch.are_deterministic_algorithms_enabled()
 
 
 def means_the_same(gm: fx.GraphModule, together: bool = False) -> bool:
@@ -94,17 +121,21 @@ _COLLECTIVES = ("_c10d_functional", "_dtensor")
 _WRITES = ("auto_functionalized", "auto_functionalized_v2")
 
 
-def fits(gm: fx.GraphModule) -> bool:
-    """Whether the memory that is free on each GPU holds what the graph's nodes write, with room to spare."""
-    values = [one for node in gm.graph.nodes for one in pytree.tree_leaves(node.meta.get("val"))]
-    devices = {one.device for one in values if isinstance(one, torch.Tensor) and one.is_cuda}
-    return all(most_written(gm, device) <= SHARE_OF_FREE_MEMORY * _free(device) for device in devices)
+def fits(most: Mapping[torch.device, int]) -> bool:
+    """Whether the memory that is free on each GPU holds so many bytes, with room to spare."""
+    return all(size <= SHARE_OF_FREE_MEMORY * _free(device) for device, size in most.items())
 
 
 def _free(device: torch.device) -> int:
     """The bytes that torch's allocator can give."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def most_written_of_gpus(gm: fx.GraphModule) -> dict[torch.device, int]:
+    values = [one for node in gm.graph.nodes for one in pytree.tree_leaves(node.meta.get("val"))]
+    devices = {one.device for one in values if isinstance(one, torch.Tensor) and one.is_cuda}
+    return {device: most_written(gm, device) for device in devices}
 
 
 def most_written(gm: fx.GraphModule, device: torch.device) -> int:
@@ -128,15 +159,60 @@ def _written(node: fx.Node, device: torch.device) -> dict[StorageWeakRef, int]:
     return {StorageWeakRef(one.untyped_storage()): bytes_of(one) for one in tensors if one.device == device}
 
 
-def interpreter(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """Runs a graph node by node. Generated code writes an input without a word to autograd, which is told of it by
-    AOTAutograd where it has to be; so does this, as a backward may write state that another forward's has kept."""
-    places = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
-    written = sorted({places[one] for node in gm.graph.nodes for one in written_by(node) if one in places})
+class Interpreted(OutputCode):  # type: ignore[misc]
+    """A graph that runs node by node. Generated code writes an input without a word to autograd, which is told of it by
+    AOTAutograd where it has to be; so does this, as a backward may write state that another forward's has kept.
 
-    def run(inputs: list[Any]) -> Any:
-        with _unsafe_preserve_version_counter(tuple(inputs[place] for place in written)):
-            return fx.Interpreter(gm).boxed_run(inputs)
+    AOTAutograd's cache keeps it as `graph_text` writes it, so that a later process does not trace it anew. That process asks
+    for itself what does not follow from the graph: whether it may be interpreted there."""
 
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    def __init__(self, gm: fx.GraphModule, most: Mapping[torch.device, int] | None = None) -> None:
+        super().__init__()
+        self._boxed_call = True
+        self.root: nn.Module = gm
+        self.graph: fx.Graph | bytes = gm.graph  # bytes in a cache
+        self.most = most or {}  # bytes that it takes
+        places = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+        self.written = sorted({places[one] for node in gm.graph.nodes for one in written_by(node) if one in places})
+        self.is_of_any_size = any(_has_symbols(node.meta.get("val")) for node in places)
+
+    def __call__(self, inputs: Sequence[Any]) -> Any:
+        with _unsafe_preserve_version_counter(tuple(inputs[place] for place in self.written)):
+            return fx.Interpreter(self.root, graph=self.graph).boxed_run(inputs)  # type: ignore[arg-type]
+
+    def prepare_for_serialization(self) -> None:
+        assert isinstance(self.graph, fx.Graph)
+        try:
+            if self.most and self.is_of_any_size:
+                raise pickle.PicklingError("its memory depends on the sizes of a call")
+            self.graph, self.root = graph_text.write(self.graph), nn.Module()
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            compat.bypass_graph_cache(error)
+
+    def post_compile(self, inputs: Sequence[Any], constants: Any, options: Mapping[str, Any]) -> None:
+        """Called where a cache has given it."""
+        if not _may_be_loaded.get() or _needs_code(options) or not fits(self.most):
+            compat.miss_graph_cache()
+        assert isinstance(self.graph, bytes)
+        self.graph = graph_text.read(self.graph)
+
+    def set_triton_bundle(self, triton_bundle: Any) -> None:
+        """It has no kernels of Triton's."""
+
+
+def _has_symbols(value: Any) -> bool:
+    return isinstance(value.numel() if isinstance(value, torch.Tensor) else value, torch.SymInt)
+
+
+_may_be_loaded = ContextVar("te_inductor_may_be_loaded", default=False)
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """A compile in which AOTAutograd's cache keeps graphs that are interpreted, and returns them."""
+    token = _may_be_loaded.set(True)
+    try:
+        with compat.keeping_whole_graphs():
+            yield
+    finally:
+        _may_be_loaded.reset(token)
