@@ -51,7 +51,7 @@ class Offload(saved_tensors_hooks):
         self.kept = {one.untyped_storage().data_ptr() for one in parameters}
         self.stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self.hosts: list[Tensor | None] = []
-        self.back: dict[int, Tensor] = {}
+        self.back: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}
         super().__init__(self.pack, self.unpack)
 
     def pack(self, saved: Tensor) -> Tensor | int:
@@ -59,7 +59,13 @@ class Offload(saved_tensors_hooks):
             return saved
         host = like(saved, "cpu", self.stream is not None)
         self.hosts.append(host)
-        self.copied(saved, host)
+        if self.stream is None:
+            host.copy_(saved)
+        else:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                host.copy_(saved, non_blocking=True)
+            saved.record_stream(self.stream)
         return len(self.hosts) - 1
 
     def unpack(self, packed: Tensor | int) -> Tensor:
@@ -67,24 +73,21 @@ class Offload(saved_tensors_hooks):
         if isinstance(packed, Tensor):
             return packed
         for place in range(packed, max(packed - AHEAD, -1), -1):
-            host = self.hosts[place]
-            if host is not None:
-                device = "cpu" if self.stream is None else "cuda"
-                self.back[place] = self.copied(host, like(host, device, False))
-                self.hosts[place] = None
-        if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
-        return self.back.pop(packed)
+            self.fetch(place)
+        saved, copied = self.back.pop(packed)
+        if copied is not None:
+            torch.cuda.current_stream().wait_event(copied)
+            saved.record_stream(torch.cuda.current_stream())
+        return saved
 
-    def copied(self, source: Tensor, target: Tensor) -> Tensor:
-        """The target, to which the stream copies when all that is launched has run; its memory waits for both."""
-        if self.stream is None:
-            return target.copy_(source)
-        self.stream.wait_stream(torch.cuda.current_stream())
+    def fetch(self, place: int) -> None:
+        """Has the stream copy a tensor to the device, into memory of its own: nothing that is launched has to end."""
+        host, self.hosts[place] = self.hosts[place], None
+        if host is None:
+            return
         with torch.cuda.stream(self.stream):
-            target.copy_(source, non_blocking=True)
-        (source if source.is_cuda else target).record_stream(self.stream)
-        return target
+            copy = like(host, "cpu" if self.stream is None else "cuda", False).copy_(host, non_blocking=True)
+        self.back[place] = copy, None if self.stream is None else self.stream.record_event()
 
 
 def like(tensor: Tensor, device: str, pinned: bool) -> Tensor:
