@@ -369,6 +369,26 @@ def test_experts_of_other_ranks(how):
             assert (a - b).norm() < 0.2 * a.norm()
 
 
+class Given(Biased):
+    """Experts whose ids come from elsewhere."""
+
+    def forward(self, x, ids):
+        ids, order = torch.sort(ids)
+        ends = torch.histc(ids.float(), bins=4, min=0, max=3).cumsum(0, dtype=torch.int32)
+        y = grouped_mm(x[order], self.experts["w"], ends)
+        return (y + self.bias[ids])[torch.argsort(order)]
+
+
+def test_negative_ids_are_no_experts():
+    """Such rows would be counted by no group, so that each row would be in another one than its bias is of."""
+    model, x, ids = Given("added"), tokens(), torch.arange(TOKENS) % 4
+    run = te(model, "rowwise")
+    high, low = model(x, ids), run(x, ids)
+    assert (high - low).norm() < 0.2 * high.norm()
+    with pytest.raises(RuntimeError, match="an expert's id is below 0"):
+        run(x, ids - 1)
+
+
 TAKEN = ("in place", "augmented", "added")
 
 

@@ -1,16 +1,27 @@
 """Biases of experts, which torch's grouped product does not add: ``y.add_(bias[ids])`` behind it, where `ids` are the
-sorted choices that the groups' ends count. Then each row is given the bias of its own group."""
+sorted choices that the groups' ends count. Then each row is given the bias of its own group.
+
+Ids below zero would be counted by no group, and stand in front of all: each row would then be in another group than its id
+says. Ids that `topk` has chosen are none of these; of others, such as inputs of the graph, the first one is asked for on
+the device."""
 
 import operator
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from te_inductor.passes.graph import operators
 from te_inductor.passes.graph.operators import Kind, arguments, name
 from te_inductor.passes.graph.values import is_tensor, value
-from te_inductor.passes.graph.writes import chain
+from te_inductor.passes.graph.writes import chain, written_by
+
+aten = torch.ops.aten
+NEGATIVE = (
+    "an expert's id is below 0, expected 0 or above, as a bias is chosen by it; mark tokens of no expert by"
+    " the number of experts, which stands behind all ids"
+)
 
 
 def added(product: fx.Node, ends: fx.Node, experts: int) -> tuple[fx.Node, fx.Node] | None:
@@ -42,6 +53,34 @@ def counted(adder: fx.Node, ends: fx.Node, experts: int) -> tuple[list[fx.Node],
     return [ids, *chain(chosen, ids), *chain(ends, ids)], {
         user for user in clamps if user.kwargs == {"max": experts - 1}
     }
+
+
+def check_ids(adder: fx.Node) -> None:
+    """Has the graph raise where an id is below zero, if it may be."""
+    ids = _table_and_ids(adder.args[1])[1]
+    if _are_chosen(ids):
+        return
+    graph = ids.graph
+    with graph.inserting_before(ids.next):
+        first = graph.call_function(aten.slice.Tensor, (ids, 0, 0, 1))
+        known = graph.call_function(aten.ge.Scalar, (first, 0))
+        graph.call_function(aten._assert_async.msg, (graph.call_function(aten.all.default, (known,)), NEGATIVE))
+
+
+def _are_chosen(ids: fx.Node) -> bool:
+    """Whether what was sorted is what `topk` has chosen, written by nobody since."""
+    reader: Any = ids.args[0]
+    node = arguments(reader, "input").get("input")
+    while isinstance(node, fx.Node):
+        others = [user for user in node.users if user is not reader]
+        if any(written_by(user) or operators.read(user).kind in Kind.VIEW for user in others):
+            return False
+        if node.target is operator.getitem and name(node.args[0]) == "topk":  # type: ignore[arg-type]
+            return bool(node.args[1] == 1)
+        if operators.read(node).kind not in Kind.RESHAPE | Kind.CAST or not node.args:
+            return False
+        reader, node = node, node.args[0]
+    return False
 
 
 def _table_and_ids(chosen: Any) -> tuple[Any, Any]:

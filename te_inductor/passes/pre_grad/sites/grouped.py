@@ -105,6 +105,7 @@ class Grouped(Rule):
     def rewrite(self, match: Match, emit: Emit) -> None:
         adder = adder_of(match)
         if adder is not None:
+            experts_bias.check_ids(adder)
             adder.replace_all_uses_with(match.node)
             match.node.graph.erase_node(adder)
         super().rewrite(match, emit)
