@@ -119,3 +119,14 @@ def test_a_weight_used_twice_under_autocast():
     """It is in high precision: autocast's cache, which tracing does without, has eager code add the gradients in
     bf16."""
     fuzz.check(Case(steps=(("amp", (("twice",),)),), width=16, leading=(7,), recipe="none"))
+
+
+def test_a_first_step_that_writes_an_inference_tensor():
+    """Such tensors count no versions, which the step was to keep as they are."""
+    fuzz.check(
+        Case(
+            steps=(("twice",), ("norm", "layer"), ("written", "weight", (16, 16), False)), width=16, leading=(1,),
+            recipe="delayed", policy=(("*", "delayed"),), dtype="float16", mode="inference", x_grad=False, frozen=2,
+            wgrad="main_grad", seed=1861, threads=2, copies=True,
+        )
+    )  # fmt: skip

@@ -177,7 +177,8 @@ class Interpreted(OutputCode):  # type: ignore[misc]
         self.is_of_any_size = any(_has_symbols(node.meta.get("val")) for node in places)
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
-        with _unsafe_preserve_version_counter(tuple(inputs[place] for place in self.written)):
+        counted = tuple(inputs[place] for place in self.written if not inputs[place].is_inference())
+        with _unsafe_preserve_version_counter(counted):
             return fx.Interpreter(self.root, graph=self.graph).boxed_run(inputs)  # type: ignore[arg-type]
 
     def prepare_for_serialization(self) -> None:
