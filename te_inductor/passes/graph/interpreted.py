@@ -170,7 +170,8 @@ class Interpreted(OutputCode):  # type: ignore[misc]
         super().__init__()
         self._boxed_call = True
         self.root: nn.Module = gm
-        self.graph: fx.Graph | bytes = gm.graph  # bytes in a cache
+        self.graph: fx.Graph | None = gm.graph
+        self.text: bytes | None = None  # in a cache, in the graph's place
         self.most = most or {}  # bytes that it takes
         places = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
         self.written = sorted({places[one] for node in gm.graph.nodes for one in written_by(node) if one in places})
@@ -182,11 +183,11 @@ class Interpreted(OutputCode):  # type: ignore[misc]
             return fx.Interpreter(self.root, graph=self.graph).boxed_run(inputs)  # type: ignore[arg-type]
 
     def prepare_for_serialization(self) -> None:
-        assert isinstance(self.graph, fx.Graph)
+        assert self.graph is not None
         try:
             if self.most and self.is_of_any_size:
                 raise pickle.PicklingError("its memory depends on the sizes of a call")
-            self.graph, self.root = graph_text.write(self.graph), nn.Module()
+            self.text, self.graph, self.root = graph_text.write(self.graph), None, nn.Module()
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             compat.bypass_graph_cache(error)
 
@@ -194,8 +195,9 @@ class Interpreted(OutputCode):  # type: ignore[misc]
         """Called where a cache has given it."""
         if not _may_be_loaded.get() or _needs_code(options) or not fits(self.most):
             compat.miss_graph_cache()
-        assert isinstance(self.graph, bytes)
-        self.graph = graph_text.read(self.graph)
+        assert self.text is not None
+        self.graph = graph_text.read(self.text)
+        self.text = None
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
         """It has no kernels of Triton's."""
