@@ -66,7 +66,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a backward that is interpreted counts what it writes",
-        "with _unsafe_preserve_version_counter(tuple(inputs[place] for place in self.written)):",
+        "with _unsafe_preserve_version_counter(counted):",
         "with _unsafe_preserve_version_counter(()):",
         ("tests/backend/test_interpreted.py",),
     ),
