@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, fx
 from torch._inductor import config, ir
 from torch._inductor.lowering import lowerings
-from torch.utils.flop_counter import register_flop_formula
 
 from te_inductor import ops
 from te_inductor.fused.record import POST_GRAD, FusedKernel
@@ -52,7 +51,7 @@ def _eager(
 
 
 quantized_mm = op_of(_eager, lambda *given: copy_like(product_like(*given[:7]), given[-1])[0], name="quantized_mm")
-register_flop_formula(quantized_mm.overloadpacket, get_raw=True)(flops.scaled_mm)
+flops.counted(flops.of_gemm, quantized_mm)
 
 
 def fold(graph: fx.Graph) -> None:

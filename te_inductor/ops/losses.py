@@ -1,58 +1,34 @@
 """Cross entropy of an output layer's tokens, without its logits: Note [Loss of chunks] in runtime/eager/losses.py."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from te_inductor.recipes import Slots
 from te_inductor.recipes.formats import padded
-from te_inductor.recipes.losses import Loss
 from te_inductor.runtime.definition import op_of
 from te_inductor.runtime.eager import losses
 
+_Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
-def _token_losses_fake(
-    x: Tensor,  # (N, K)
-    weight: Tensor,  # (V, K), of x's dtype
-    bias: Tensor | None,  # (V,)
-    labels: Tensor,  # (N,) int64
-    loss: Loss,
-    wants_dx: bool,
-    wants_dy: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    # losses (N,) fp32; the softmax's sums (N,) fp32, logarithms; dx (N, K), dy (N, V) of losses of gradient 1, or empty
+
+def _results(x: Tensor, dx: Any, dy: Any, dtype: torch.dtype, dy_dtype: torch.dtype) -> _Results:
+    """Losses and the logarithms of the softmax's sums, and gradients of these shapes."""
+    of_tokens = (x.new_empty(x.shape[:1], dtype=torch.float32) for _ in range(2))
+    return *of_tokens, x.new_empty(dx, dtype=dtype), x.new_empty(dy, dtype=dy_dtype)  # type: ignore[return-value]
+
+
+def _fake(x: Tensor, weight: Tensor, _: Any, __: Any, ___: Any, wants_dx: bool, wants_dy: bool) -> _Results:
     n, k = x.shape
-    rows = n if wants_dy else 0
-    return (
-        x.new_empty((n,), dtype=torch.float32),
-        x.new_empty((n,), dtype=torch.float32),
-        x.new_empty((n if wants_dx else 0, k)),
-        x.new_empty((rows, weight.shape[0])),
-    )
+    return _results(x, (n if wants_dx else 0, k), (n if wants_dy else 0, weight.shape[0]), x.dtype, x.dtype)
 
 
-def _scaled_token_losses_fake(
-    x: Tensor,  # (N, K), low precision
-    x_scale_inv: Tensor,
-    weight: Tensor,  # (V, pad(K)), low precision
-    weight_scale_inv: Tensor,
-    columns: Tensor | None,  # (K, pad(V)), the weight's columnwise copy, where dx is wanted
-    columns_scale_inv: Tensor | None,
-    bias: Tensor | None,  # (V,)
-    labels: Tensor,  # (N,) int64
-    loss: Loss,
-    slots: Slots,
-    dtype: torch.dtype,  # of the logits
-    wants_dy: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # losses and sums; dx (N, K), dy columnwise (V, pad(N)), as above
-    n, k = x.shape[0], 0 if columns is None else columns.shape[0]
-    dy = slots.grad_output.format.dtype
-    return (
-        x.new_empty((n,), dtype=torch.float32),
-        x.new_empty((n,), dtype=torch.float32),
-        x.new_empty((n if columns is not None else 0, k), dtype=dtype),
-        x.new_empty((weight.shape[0] if wants_dy else 0, padded(n)), dtype=dy),
-    )
+def _scaled_fake(x: Tensor, _: Any, weight: Tensor, __: Any, columns: Tensor | None, *more: Any) -> _Results:
+    *_, slots, dtype, wants_dy = more
+    n, dy_dtype = x.shape[0], slots.grad_output.format.dtype
+    dx = (0, 0) if columns is None else (n, columns.shape[0])
+    return _results(x, dx, (weight.shape[0] if wants_dy else 0, padded(n)), dtype, dy_dtype)
 
 
-token_losses = op_of(losses.token_losses, _token_losses_fake)
-scaled_token_losses = op_of(losses.scaled_token_losses, _scaled_token_losses_fake)
+token_losses = op_of(losses.token_losses, _fake)
+scaled_token_losses = op_of(losses.scaled_token_losses, _scaled_fake)

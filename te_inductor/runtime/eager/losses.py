@@ -184,15 +184,16 @@ def _rows_of(scale: Tensor, rows: int, part: slice) -> Tensor:
 
 
 def token_losses(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
+    x: Tensor,  # (N, K)
+    weight: Tensor,  # (V, K), of x's dtype
+    bias: Tensor | None,  # (V,)
+    labels: Tensor,  # (N,) int64
     loss: Loss,
     wants_dx: bool,
     wants_dy: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Losses in high precision. The gradient takes the place of the logits that it is computed from."""
+    """Losses in high precision, (N,) fp32, the logarithms of the softmax's sums, (N,) fp32, and dx (N, K) and dy (N, V) of
+    losses whose gradients are 1, or empty. The gradient takes the place of the logits that it is computed from."""
     n, words = x.shape[0], weight.shape[0]
     losses, sums = (x.new_empty((n,), dtype=torch.float32) for _ in range(2))
     dx = x.new_empty((n if wants_dx else 0, x.shape[1]))
@@ -215,19 +216,19 @@ def token_losses(
 
 
 def scaled_token_losses(
-    x: Tensor,
+    x: Tensor,  # (N, K), low precision
     x_scale: Tensor,
-    weight: Tensor,
+    weight: Tensor,  # (V, pad(K)), low precision
     weight_scale: Tensor,
-    columns: Tensor | None,
+    columns: Tensor | None,  # (K, pad(V)), the weight's columnwise copy, where dx is wanted
     columns_scale: Tensor | None,
-    bias: Tensor | None,
-    labels: Tensor,
+    bias: Tensor | None,  # (V,)
+    labels: Tensor,  # (N,) int64
     loss: Loss,
     slots: Slots,
-    dtype: torch.dtype,
+    dtype: torch.dtype,  # of the logits
     wants_dy: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # losses and sums; dx (N, K), dy columnwise (V, pad(N)), as above
     """Losses of operands in low precision."""
     n, words, element = x.shape[0], weight.shape[0], slots.grad_output.format
     losses, sums = (x.new_empty((n,), dtype=torch.float32) for _ in range(2))
