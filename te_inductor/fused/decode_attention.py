@@ -101,7 +101,7 @@ def _runs(found: DecodeAttention) -> bool:
         and sizes[1] in eager.WIDTHS
         and q.dtype in eager.DTYPES
         and q.dtype == k.dtype == v.dtype
-        and targets.of(q.device).decode_attention
+        and targets.Ability.DECODE_ATTENTION in targets.of(q.device).can
     )
 
 

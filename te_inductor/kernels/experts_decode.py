@@ -10,7 +10,7 @@ from te_inductor.kernels import grouped_mm, nvfp4_linear
 from te_inductor.kernels.family import KernelFamily
 from te_inductor.kernels.problem import STORED_EXPERTS, Problem
 from te_inductor.recipes.formats import BLOCK_128X128, E4M3, ROW, TENSOR, Element, Scope
-from te_inductor.targets import Target
+from te_inductor.targets import Ability, Target
 
 SCOPES = {TENSOR: 0, ROW: 1, BLOCK_128X128: 2}  # of an FP8 weight, as the kernel numbers them
 _COMPARED = 16384
@@ -43,7 +43,7 @@ def scales_as(element: Element, scope: Scope) -> bool:
 
 def runs(target: Target, nvfp4: bool, rows: torch.dtype) -> bool:
     """Whether a device multiplies such rows by weights stored in NVFP4, or in FP8."""
-    return rows in grouped_mm.DTYPES and (nvfp4_linear.runs(target) if nvfp4 else target.fp8)
+    return rows in grouped_mm.DTYPES and (nvfp4_linear.runs(target) if nvfp4 else Ability.FP8 in target.can)
 
 
 def _supports(problem: Problem) -> Refusal | None:

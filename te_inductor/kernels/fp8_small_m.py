@@ -12,7 +12,7 @@ from te_inductor.kernels.family import Choice, KernelFamily
 from te_inductor.kernels.problem import DENSE, Problem
 from te_inductor.recipes.constants import Constant, constant
 from te_inductor.recipes.formats import E4M3, ROW, TENSOR
-from te_inductor.targets import Limits, sm90
+from te_inductor.targets import Ability, Limits, sm90
 
 DTYPE = E4M3.dtype  # of both operands
 LEAST_N = 64  # rows of b: what an instruction multiplies
@@ -106,7 +106,8 @@ def _ceil(size: int, by: int) -> int:
 
 
 def _supports(problem: Problem) -> Refusal | None:
-    if not problem.target.hopper_kernels or problem.program.cpp_wrapper or not problem.epilogue.is_plain:
+    hopper = Ability.HOPPER_KERNELS in problem.target.can
+    if not hopper or problem.program.cpp_wrapper or not problem.epilogue.is_plain:
         return Refusal("no kernel on %s, for generated C++ or for more than a product", problem.target.name)
     gemm, (n, k) = problem.gemm, (problem.sizes.n, problem.sizes.k)
     if not isinstance(n, int) or not isinstance(k, int) or n < LEAST_N or k % 128:

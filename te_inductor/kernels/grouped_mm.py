@@ -11,7 +11,7 @@ from te_inductor.kernels.family import KernelFamily
 from te_inductor.kernels.problem import GROUPED, STORED_EXPERTS, Problem
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import ALIGNMENT, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR
-from te_inductor.targets import Target
+from te_inductor.targets import Ability, Target
 
 BLOCK_M, BLOCK_K = 128, 128  # rows of a tile, and columns of K at a time
 STAGES = {128: 6, 256: 4}  # what shared memory holds, by the columns of a tile
@@ -55,7 +55,7 @@ def takes(gemm: Gemm) -> bool:
 
 def runs(target: Target, gemm: Gemm) -> bool:
     """Whether a device runs the kernels, with scales that layers of experts may have."""
-    return target.grouped_mm and not gemm.microscaled
+    return Ability.GROUPED_KERNELS in target.can and not gemm.microscaled
 
 
 def has_few_rows(problem: Problem) -> bool:

@@ -10,7 +10,7 @@ from te_inductor.kernels import nvfp4_linear
 from te_inductor.kernels.family import Choice, KernelFamily
 from te_inductor.kernels.problem import STORED, Problem, Sizes
 from te_inductor.recipes.constants import Constant, constant
-from te_inductor.targets import Limits, Target, sm90
+from te_inductor.targets import Ability, Limits, Target, sm90
 
 PROMPT_ROWS = 512  # of x, at most
 BLOCK_N = 128  # rows of the weight in a program
@@ -55,7 +55,7 @@ def microseconds(config: NVFP4PromptConfig, m: int, n: int, k: int, limits: Limi
 
 def runs(target: Target) -> bool:
     """Whether a device runs the kernel."""
-    return target.hopper_kernels
+    return Ability.HOPPER_KERNELS in target.can
 
 
 def _supports(problem: Problem) -> Refusal | None:

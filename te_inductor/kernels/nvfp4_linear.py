@@ -16,7 +16,7 @@ from te_inductor.kernels.problem import STORED, Problem, Program, Sizes, Stored
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.constants import Constant, constant
 from te_inductor.recipes.formats import E2M1
-from te_inductor.targets import Target
+from te_inductor.targets import Ability, Target
 
 TABLE = Path(__file__).with_suffix(".json")
 DTYPES = (torch.bfloat16, torch.float16)
@@ -103,7 +103,7 @@ def _supports_direct(config: NVFP4Config, problem: Problem) -> Refusal | None:
 
 
 def _supports_streamed(config: NVFP4Config, problem: Problem) -> Refusal | None:
-    if not problem.target.hopper_kernels:
+    if Ability.HOPPER_KERNELS not in problem.target.can:
         return Refusal("wgmma is of compute capability 9.0")
     if config.block_k != BLOCK_K:
         return Refusal("a stage has %d columns", BLOCK_K)
@@ -175,7 +175,7 @@ def _distance(row: dict[str, Any], sizes: Sizes) -> tuple[int, int, float, float
 
 def runs(target: Target) -> bool:
     """Whether a device runs the kernels, and those that write stored values out."""
-    return target.nvfp4_kernels
+    return Ability.NVFP4_KERNELS in target.can
 
 
 def refuses_rows(problem: Problem) -> Refusal | None:
@@ -189,12 +189,13 @@ def refuses_rows(problem: Problem) -> Refusal | None:
 
 def casts_rows(problem: Problem) -> bool:
     """Whether many rows are cast to FP8."""
-    return problem.stored is not None and problem.stored.casts_rows and problem.target.fp8
+    return problem.stored is not None and problem.stored.casts_rows and Ability.FP8 in problem.target.can
 
 
 def decodes(problem: Problem) -> bool:
     """Whether more rows than few have a kernel that decodes the weight as it multiplies: nvfp4_fp8.py."""
-    return casts_rows(problem) and problem.target.hopper_kernels and problem.sizes.k % PROMPT_COLUMNS == 0
+    hopper = Ability.HOPPER_KERNELS in problem.target.can
+    return casts_rows(problem) and hopper and problem.sizes.k % PROMPT_COLUMNS == 0
 
 
 def is_few(problem: Problem) -> bool:

@@ -19,9 +19,20 @@ import torch
 from te_inductor.diagnostics import Refusal
 from te_inductor.errors import OptionError, unknown
 from te_inductor.targets import cpu, sm89, sm90, sm100, sm120
-from te_inductor.targets.target import Limits, Rates, Target, named
+from te_inductor.targets.target import Ability, Limits, Rates, Target, named
 
-__all__ = ["Limits", "Rates", "Target", "by_name", "multiprocessors", "of", "rates_in", "rates_of", "taken_for"]
+__all__ = [
+    "Ability",
+    "Limits",
+    "Rates",
+    "Target",
+    "by_name",
+    "multiprocessors",
+    "of",
+    "rates_in",
+    "rates_of",
+    "taken_for",
+]
 
 FAMILIES = (sm90, sm100, sm120)
 _known: dict[torch.device, Target] = {}  # CUDA's, which are asked once

@@ -2,7 +2,7 @@
 
 import torch
 
-from te_inductor.targets.target import Target, named, version
+from te_inductor.targets.target import Ability, Target, named, version
 
 CAPABILITIES = ((10, 0), (10, 3))
 MICROSCALES = (12, 8)  # the first CUDA whose cuBLASLt takes MXFP8 and NVFP4
@@ -16,7 +16,7 @@ def target(capability: tuple[int, int], cuda: str | None) -> Target:
         named(capability),
         capability,
         cuda,
-        fp8=True,
+        can=Ability.FP8 | Ability.NVFP4_KERNELS | Ability.DECODE_ATTENTION,
         microscaled_mm=MICROSCALED if version(cuda) >= MICROSCALES else (),
         grouped_microscaled_mm=(
             GROUPS
@@ -27,6 +27,4 @@ def target(capability: tuple[int, int], cuda: str | None) -> Target:
             else ()
         ),
         cutlass="100" if capability == (10, 0) else None,  # sm_100a code runs on no 10.3
-        nvfp4_kernels=True,
-        decode_attention=True,
     )

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from te_inductor.targets.target import Limits, Rates, Target, named, version
+from te_inductor.targets.target import Ability, Limits, Rates, Target, named, version
 
 CAPABILITIES = ((9, 0),)
 LIMITS = Limits(132, 227 * 2**10, 50 * 2**20)  # of an H100 (SXM) and an H200, with which all constants were measured
@@ -31,17 +31,16 @@ OTHER = replace(
 BLOCK_SCALES = (12, 9)  # the first CUDA whose cuBLASLt takes them
 
 
+OWN = Ability.NVFP4_KERNELS | Ability.GROUPED_KERNELS | Ability.HOPPER_KERNELS | Ability.DECODE_ATTENTION
+
+
 def target(capability: tuple[int, int], cuda: str | None) -> Target:
+    blocks = Ability.BLOCK_SCALES if version(cuda) >= BLOCK_SCALES else Ability.NONE
     return Target(
         named(capability),
         capability,
         cuda,
-        fp8=True,
-        block_scaled_mm=version(cuda) >= BLOCK_SCALES,
+        can=Ability.FP8 | blocks | OWN,
         cutlass="90",
-        nvfp4_kernels=True,
-        grouped_mm=True,
-        hopper_kernels=True,
-        decode_attention=True,
         rates=(H200, OTHER),
     )

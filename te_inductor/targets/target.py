@@ -1,5 +1,6 @@
 """What the package asks about a device, as one record."""
 
+import enum
 from dataclasses import dataclass
 
 from te_inductor.diagnostics import Refusal
@@ -29,6 +30,18 @@ class Limits:
     l2: int  # bytes of cache
 
 
+class Ability(enum.Flag):
+    """What a device does, of things that it does or not."""
+
+    NONE = 0
+    FP8 = enum.auto()  # its tensor cores multiply FP8 operands
+    BLOCK_SCALES = enum.auto()  # torch._scaled_mm takes fp32 scales of 1 x 128 and 128 x 128 blocks
+    NVFP4_KERNELS = enum.auto()  # it runs the Triton kernels of stored NVFP4 weights: mul.bf16x2, griddepcontrol
+    GROUPED_KERNELS = enum.auto()  # those of grouped FP8 GEMMs
+    HOPPER_KERNELS = enum.auto()  # those of wgmma: FP8 GEMMs of few rows, NVFP4 values decoded to E4M3
+    DECODE_ATTENTION = enum.auto()  # the kernel of few queries
+
+
 @dataclass(frozen=True)
 class Target:
     """A device, as far as the package is concerned. A field that is left out means that the device cannot do it."""
@@ -37,16 +50,11 @@ class Target:
     capability: tuple[int, int] | None = None  # of an NVIDIA GPU
     cuda: str | None = None  # that torch was built for
     refusal: Refusal | None = None  # why no layer runs in low precision on it
-    fp8: bool = False  # tensor cores multiply FP8 operands
-    block_scaled_mm: bool = False  # torch._scaled_mm takes fp32 scales of 1 x 128 and 128 x 128 blocks
+    can: Ability = Ability.NONE
     # What torch._scaled_mm takes whose scales tensor cores apply: elements and scopes of rows.
     microscaled_mm: tuple[tuple[str, str], ...] = ()
     cutlass: str | None = None  # the architecture whose kernels templates/cutlass builds
-    nvfp4_kernels: bool = False  # the Triton kernels of stored NVFP4 weights run: mul.bf16x2, griddepcontrol
-    grouped_mm: bool = False  # the Triton kernels of grouped FP8 GEMMs run
     grouped_microscaled_mm: tuple[tuple[str, str], ...] = ()  # likewise of torch._scaled_grouped_mm and its v2
-    hopper_kernels: bool = False  # Triton kernels of wgmma: FP8 GEMMs of few rows, NVFP4 values decoded to E4M3
-    decode_attention: bool = False  # the kernel of few queries runs
     rates: tuple[Rates, ...] = ()  # by product; none: nothing was measured, no layer is left out for its size
     product: str = ""  # the device's name, by which tables of measurements are found
     limits: Limits = Limits(0, 0, 0)
@@ -64,7 +72,7 @@ class Target:
         blocks of microscaled operands are spread to rows'."""
         if gemm.microscaled:
             return set(_rows_of(gemm)) <= set(self.microscaled_mm)
-        return self.block_scaled_mm if gemm.blocked else self.fp8
+        return (Ability.BLOCK_SCALES if gemm.blocked else Ability.FP8) in self.can
 
     def multiplies_groups(self, gemm: Gemm) -> bool:
         """The same of a product for each group, whose two operands are of one kind."""

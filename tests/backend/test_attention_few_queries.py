@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from te_inductor import ops
+from te_inductor import ops, targets
 from te_inductor.passes.pre_grad.attention import sites
 from tests.attention import Passes
 
 B, H, KV, M, N, D = 3, 8, 2, 1, 40, 64
-TARGET = SimpleNamespace(decode_attention=True, is_gpu=True, refusal=None)
+TARGET = SimpleNamespace(can=targets.Ability.DECODE_ATTENTION, is_gpu=True, refusal=None)
 sdpa = F.scaled_dot_product_attention
 
 

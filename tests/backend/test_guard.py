@@ -260,7 +260,7 @@ def test_a_layer_that_blocks_divide_is_moved_to_them():
 
 
 HOPPER = targets.by_name("h100")
-ADA = replace(HOPPER, block_scaled_mm=False)
+ADA = replace(HOPPER, can=HOPPER.can & ~targets.Ability.BLOCK_SCALES)
 
 
 @pytest.mark.parametrize(("shape", "target", "recipe"), [

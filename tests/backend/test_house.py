@@ -7,7 +7,7 @@ import pytest
 from tests import house, prose
 
 LONGEST_FUNCTION = 49
-LARGEST_RECORD = 16
+LARGEST_RECORD = 15
 CYCLES = 0  # pairs of folders that import each other
 # Names that mean several things in the package: users import a callback of each framework.
 REPEATED_CLASSES = frozenset(("ScalingStateCallback", "StatisticsCallback"))

@@ -9,7 +9,7 @@ import torch
 from te_inductor import targets
 from te_inductor.kernels import plain
 from te_inductor.kernels.select import select
-from te_inductor.targets import Target, sm90
+from te_inductor.targets import Ability, Target, sm90
 from tests.house import nodes
 from tests.support.kernels import dense, pretend
 
@@ -42,18 +42,18 @@ def test_refused_by_name(capability, monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "cuda", "can"),
     [
-        ((8, 9), "13.0", {"fp8"}),
-        ((9, 0), "12.8", {"fp8", "grouped_mm", "nvfp4_kernels", "hopper_kernels", "decode_attention", "cutlass",
+        ((8, 9), "13.0", {"FP8"}),
+        ((9, 0), "12.8", {"FP8", "GROUPED_KERNELS", "NVFP4_KERNELS", "HOPPER_KERNELS", "DECODE_ATTENTION", "cutlass",
                           "rates"}),
-        ((9, 0), "12.9", {"fp8", "block_scaled_mm", "grouped_mm", "nvfp4_kernels", "hopper_kernels", "decode_attention",
+        ((9, 0), "12.9", {"FP8", "BLOCK_SCALES", "GROUPED_KERNELS", "NVFP4_KERNELS", "HOPPER_KERNELS", "DECODE_ATTENTION",
                           "cutlass", "rates"}),
-        ((10, 0), "12.7", {"fp8", "nvfp4_kernels", "decode_attention", "cutlass"}),
-        ((10, 0), "13.0", {"fp8", "microscaled_mm", "nvfp4_kernels", "decode_attention", "cutlass"}),
-        ((10, 3), "13.0", {"fp8", "microscaled_mm", "nvfp4_kernels", "decode_attention"}),
-        ((12, 0), "13.0", {"fp8", "nvfp4_kernels", "decode_attention", "cutlass"}),
-        ((12, 1), "13.0", {"fp8", "nvfp4_kernels", "decode_attention"}),
-        ((11, 0), "13.0", {"fp8", "nvfp4_kernels", "decode_attention"}),
-        ((9, 0), None, {"fp8", "grouped_mm", "nvfp4_kernels", "hopper_kernels", "decode_attention", "cutlass",
+        ((10, 0), "12.7", {"FP8", "NVFP4_KERNELS", "DECODE_ATTENTION", "cutlass"}),
+        ((10, 0), "13.0", {"FP8", "microscaled_mm", "NVFP4_KERNELS", "DECODE_ATTENTION", "cutlass"}),
+        ((10, 3), "13.0", {"FP8", "microscaled_mm", "NVFP4_KERNELS", "DECODE_ATTENTION"}),
+        ((12, 0), "13.0", {"FP8", "NVFP4_KERNELS", "DECODE_ATTENTION", "cutlass"}),
+        ((12, 1), "13.0", {"FP8", "NVFP4_KERNELS", "DECODE_ATTENTION"}),
+        ((11, 0), "13.0", {"FP8", "NVFP4_KERNELS", "DECODE_ATTENTION"}),
+        ((9, 0), None, {"FP8", "GROUPED_KERNELS", "NVFP4_KERNELS", "HOPPER_KERNELS", "DECODE_ATTENTION", "cutlass",
                           "rates"}),
     ],
 )  # fmt: skip
@@ -61,7 +61,8 @@ def test_what_a_device_can_do(capability, cuda, can, monkeypatch):
     pretend(monkeypatch, capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     found = targets.of(DEVICE)
-    told = {"name", "capability", "cuda", "product", "limits"}
-    assert {field.name for field in fields(found) if getattr(found, field.name)} - told == can
+    told = {"name", "capability", "cuda", "can", "product", "limits"}
+    others = {field.name for field in fields(found) if getattr(found, field.name)} - told
+    assert others | {ability.name for ability in Ability if ability in found.can} == can
     assert found.product == "NVIDIA H200" and found.limits == sm90.LIMITS  # what `pretend` says
     assert found.name == "compute capability {}.{}".format(*capability) and found.capability == capability

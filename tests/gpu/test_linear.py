@@ -34,7 +34,10 @@ RECIPES = {
 @pytest.fixture(autouse=True)
 def only_where_the_library_takes_it(request):
     recipe = getattr(request.node, "callspec", None) and request.node.callspec.params.get("recipe")
-    if isinstance(recipe, Float8BlockScaling) and not targets.of(torch.device("cuda")).block_scaled_mm:
+    if (
+        isinstance(recipe, Float8BlockScaling)
+        and targets.Ability.BLOCK_SCALES not in targets.of(torch.device("cuda")).can
+    ):
         pytest.skip("no GEMM with scales of blocks here")
 
 

@@ -216,7 +216,7 @@ def test_scaled_mm(scopes, run, fast, out_dtype):
 
 def test_scales_of_blocks_go_to_cublaslt_as_they_are():
     """No copy of scales where sizes are whole."""
-    if not targets.of(torch.device("cuda")).block_scaled_mm:
+    if targets.Ability.BLOCK_SCALES not in targets.of(torch.device("cuda")).can:
         pytest.skip("no GEMM with scales of blocks here")
     q = [Quantizer("e4m3", scope=scope) for scope in ("1x128", "128x128")]
     a, a_scale = ops.quantize(torch.randn(256, 1024, device="cuda"), q[0])
@@ -233,7 +233,8 @@ def test_scales_of_blocks_go_to_cublaslt_as_they_are():
 
 def test_scales_of_blocks_without_the_library(monkeypatch):
     """Another device: fp32 products of what the blocks hold, never an error."""
-    target = replace(targets.of(torch.device("cuda")), block_scaled_mm=False)
+    target = targets.of(torch.device("cuda"))
+    target = replace(target, can=target.can & ~targets.Ability.BLOCK_SCALES)
     monkeypatch.setattr(targets, "of", lambda device: target)
     torch._dynamo.reset()
     q = [Quantizer("e4m3", scope=scope) for scope in ("1x128", "128x128")]

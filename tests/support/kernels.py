@@ -11,7 +11,7 @@ from te_inductor.kernels import nvfp4_linear
 from te_inductor.kernels.problem import Epilogue, Problem, Sizes
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128
-from te_inductor.targets import Limits, Target, cpu, sm89, sm90, sm100, sm120
+from te_inductor.targets import Ability, Limits, Target, cpu, sm89, sm90, sm100, sm120
 
 CUDA = "13.0"
 CPU = cpu.TARGET
@@ -63,4 +63,5 @@ def dense(
 
 def stored(m: int, n: int, k: int, rows: torch.dtype = BF16, hopper: bool = True) -> Problem:
     """The product of rows and a weight that is stored in NVFP4."""
-    return nvfp4_linear.problem(replace(H200, hopper_kernels=hopper), Sizes(m, n, k), rows, rows)
+    target = H200 if hopper else replace(H200, can=H200.can & ~Ability.HOPPER_KERNELS)
+    return nvfp4_linear.problem(target, Sizes(m, n, k), rows, rows)

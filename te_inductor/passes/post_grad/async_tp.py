@@ -244,7 +244,7 @@ def _may_run(product: fx.Node) -> bool:
 
 
 def _has_fp8(device: torch.device) -> bool:
-    return targets.of(device).fp8
+    return targets.Ability.FP8 in targets.of(device).can
 
 
 def _scaled_mm(a: fx.Node, product: fx.Node) -> fx.Node:

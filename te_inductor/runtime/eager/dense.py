@@ -159,7 +159,7 @@ def scaled_mm(
         y = scaled_products.high(TENSORS, product)
     elif gemm.microscaled:
         y = scaled_products.emulated(TENSORS, product)
-    elif a.device.type == "cuda" and (not gemm.blocked or (a.numel() and targets.of(a.device).block_scaled_mm)):
+    elif a.device.type == "cuda" and (not gemm.blocked or (a.numel() and targets.of(a.device).multiplies(gemm))):
         y = scaled_products.by_library(TENSORS, product)
     else:
         y = scaled_products.exact(TENSORS, product)

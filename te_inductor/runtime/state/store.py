@@ -224,9 +224,9 @@ def is_moved(parameter: Tensor) -> bool:
 
 def recipe_behind(parameter: Tensor) -> str:
     """The recipe to which a guard moves the layers of a parameter: Note [Layers that a guard moves] in misfits.py."""
-    target = targets.of(parameter.device)
+    can, ability = targets.of(parameter.device).can, targets.Ability
     divides = all(size % BLOCK == 0 for size in parameter.shape[-2:])
-    return "block" if divides and (target.block_scaled_mm or not target.fp8) else "rowwise"
+    return "block" if divides and (ability.BLOCK_SCALES in can or ability.FP8 not in can) else "rowwise"
 
 
 def moves() -> int:

@@ -29,6 +29,7 @@ from te_inductor.passes.pre_grad.attention.trees import Writer
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.presentation.report import AttentionSite
 from te_inductor.runtime.eager.decode_attention import QUERIES, WIDTHS
+from te_inductor.targets import Ability
 
 # From how many queries on FlexAttention is taken for a mask that torch's kernels take as a tensor, and from how many on
 # one call may wait for the device to learn that a mask hides nothing.
@@ -243,7 +244,8 @@ def _has_few_queries(site: Attention, plan: Plan) -> bool:
     alike = [(one.shape[at], other.shape[at]) for one, other, at in ((k, q, 0), (v, q, 0), (v, k, 1), (v, k, 2))]
     if not all(statically_known_true(a == b) for a, b in (*alike, (k.shape[3], width), (v.shape[3], width))):
         return False
-    if not _is_of_keys(call) or heads // kv_heads * queries > QUERIES or not targets.of(q.device).decode_attention:
+    can = targets.of(q.device).can
+    if not _is_of_keys(call) or heads // kv_heads * queries > QUERIES or Ability.DECODE_ATTENTION not in can:
         return False
     copies = call.given is not None and heads > kv_heads
     return copies or statically_known_true(q.shape[0] * kv_heads <= FEW_HEADS)

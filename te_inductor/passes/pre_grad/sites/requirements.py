@@ -58,7 +58,8 @@ def blocks(slots: Slots, weight: torch.Tensor, n: int, k: int) -> Refusal | None
     if not slots.fprop.blocked or _is_emulated(slots, weight.device):
         return None
     target = targets.of(weight.device)
-    if not slots.fprop.microscaled and target.capability is not None and not target.block_scaled_mm:
+    takes = slots.fprop.microscaled or targets.Ability.BLOCK_SCALES in target.can
+    if not takes and target.capability is not None:
         return Refusal(
             "scales of blocks want compute capability 9.0 and CUDA 12.9, here are %d.%d and %s",
             *target.capability,
