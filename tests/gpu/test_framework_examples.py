@@ -14,21 +14,20 @@ ENVIRONMENT = {
     "TE_INDUCTOR_RECIPE": "delayed",
     "TE_INDUCTOR_POLICY": '{"*": "delayed"}',
 }  # of those that pass no options
-FOLDER = object()
 EXAMPLES = {  # name: packages that it needs, its arguments, and those of a second run that goes on, if it can
-    "trainer": (("accelerate",), ("--folder", FOLDER), ("--steps", "8", "--resume")),
-    "accelerate_run": (("accelerate",), ("--folder", FOLDER), ("--steps", "2", "--resume")),
-    "lightning_run": (("lightning",), ("--folder", FOLDER), ("--fabric",)),
-    "sentence_transformers_run": (("sentence_transformers", "datasets"), ("--folder", FOLDER), None),
-    "timm_run": (("timm",), ("--folder", FOLDER), None),
+    "trainer": (("accelerate",), ("--folder", "{folder}"), ("--resume", "{folder}/checkpoint-4")),
+    "accelerate_run": (("accelerate",), ("--folder", "{folder}"), ("--steps", "2", "--resume")),
+    "lightning_run": (("lightning",), ("--folder", "{folder}"), ("--fabric",)),
+    "sentence_transformers_run": (("sentence_transformers", "datasets"), ("--folder", "{folder}"), None),
+    "timm_run": (("timm",), ("--folder", "{folder}"), None),
     "diffusers_run": (("diffusers",), (), None),
-    "sft": (("trl", "peft", "datasets"), ("--folder", FOLDER), ("--steps", "8", "--resume")),
+    "sft": (("trl", "peft", "datasets"), ("--folder", "{folder}"), ("--steps", "8", "--resume")),
 }
 
 
 def started(name, arguments, folder):
     """What it printed, and the lists of losses among it."""
-    command = [sys.executable, "-m", f"examples.{name}", *(str(folder) if one is FOLDER else one for one in arguments)]
+    command = [sys.executable, "-m", f"examples.{name}", *(one.format(folder=folder) for one in arguments)]
     run = subprocess.run(command, cwd=ROOT, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
     lists = [ast.literal_eval(line) for line in run.stdout.splitlines() if line.startswith("[") and line.endswith("]")]
