@@ -117,8 +117,9 @@ def test_deterministic_algorithms_are_compiled(deterministic):
     finally:
         torch.use_deterministic_algorithms(False)
     assert (found is code) == deterministic
-    with pytest.raises(BypassAOTAutogradCache) if deterministic else nullcontext():  # its own cache keeps it
-        pickle.dumps((found if deterministic else 0,))
+    if deterministic:  # nothing of it is written, as kernels that have run cannot be, of which torch would warn
+        with pytest.raises(BypassAOTAutogradCache):
+            copy.copy(found).prepare_for_serialization()
 
 
 def updates(update):
