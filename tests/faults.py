@@ -32,7 +32,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointFunction, CheckpointPolicy, checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from te_inductor.recipes import Quantizer
@@ -249,6 +249,26 @@ def registers_a_backend_once() -> bool:
     return False
 
 
+def computes_again_outside_ddp() -> bool:
+    """What a checkpoint with reentry calls again runs outside of the DistributedDataParallel that ran it."""
+    seen = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(nn.parallel.DistributedDataParallel._get_active_ddp_module())
+        return x.exp()
+
+    torchs = getattr(CheckpointFunction.forward, "__wrapped__", CheckpointFunction.forward)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+        with ddp._inside_ddp_forward(), mock.patch.object(CheckpointFunction, "forward", staticmethod(torchs)):
+            y = checkpoint(function, torch.ones(2, requires_grad=True), use_reentrant=True)
+        y.sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    return seen == [ddp, None]
+
+
 def imports_dynamo(decorator: str) -> bool:
     """Decorating a function imports Dynamo, in a process that has not imported it."""
     code = (
@@ -283,6 +303,7 @@ FAULTS: dict[str, Callable[[], bool]] = {
     "torch.export._trace._export": exports_without_asking,
     "torch._dynamo.backends.registry._COMPILER_FNS": registers_a_backend_once,
     "torch.utils.swap_tensors": refuses_references,
+    "torch.utils.checkpoint.CheckpointFunction.forward": computes_again_outside_ddp,
     "torch.compile": lambda: imports_dynamo("torch.compile"),
     "torch.compiler.disable": lambda: imports_dynamo("torch.compiler.disable"),
 }

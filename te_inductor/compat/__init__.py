@@ -8,6 +8,7 @@ if torch.__version__ < (2, 11):  # type: ignore[operator]
         f"te_inductor needs torch 2.11 or later, found {torch.__version__}; pip install --upgrade 'torch>=2.11'"
     )
 
+from te_inductor.compat.backwards import before_backward
 from te_inductor.compat.checkpoints import checkpoint_of_call, saved_as_they_are
 from te_inductor.compat.dynamo import (
     ConstantMeta,
@@ -57,6 +58,7 @@ from te_inductor.compat.wrappers import (
     fsdp_group_of,
     gathered,
     guard_on_wrappers,
+    in_reentrant_forward,
     inside_ddp,
     inside_ddp_again,
     is_cut_by_ddp,

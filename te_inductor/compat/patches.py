@@ -146,6 +146,12 @@ PATCHES = (
         "right, so that such a model could not be moved or cast once it has run.",
     ),
     Patch(
+        "torch.utils.checkpoint.CheckpointFunction.forward",
+        FOR_GOOD,
+        "A checkpoint with reentry calls its function again outside of the DistributedDataParallel in whose forward it "
+        "was called, whose ranks then would not know that they share its parameters.",
+    ),
+    Patch(
         "torch.compile",
         IMPORT,
         "quack decorates functions that no build calls, and the decorator imports Dynamo and much of Inductor, which takes "

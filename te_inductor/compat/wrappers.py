@@ -2,8 +2,9 @@
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -134,10 +135,62 @@ def inside_ddp_again(compiled: Callable[..., Any]) -> Callable[..., Any]:
         ddp = _active_ddp()
         checkpoint, again = checkpoint_of_call()
         if ddp is not None and checkpoint is not None and not again:
-            wrap_recomputation(checkpoint, ddp._inside_ddp_forward)
+            wrap_recomputation(checkpoint, _as_now(ddp))
         return compiled(*inputs)
 
     return run
+
+
+def _as_now(ddp: Any) -> Callable[[], AbstractContextManager[None]]:
+    """A context that is what the forward of a DistributedDataParallel is now, in `no_sync()` or not."""
+    reduces = ddp.require_backward_grad_sync
+
+    @contextmanager
+    def inside() -> Iterator[None]:
+        then, ddp.require_backward_grad_sync = ddp.require_backward_grad_sync, reduces
+        try:
+            with ddp._inside_ddp_forward():
+                yield
+        finally:
+            ddp.require_backward_grad_sync = then
+
+    return inside
+
+
+_reentrant = threading.local()
+
+
+def in_reentrant_forward() -> bool:
+    """Whether the forward of a checkpoint with reentry runs (``use_reentrant=True``), which its backward repeats with
+    gradients."""
+    return bool(getattr(_reentrant, "depth", 0))
+
+
+def reenter_inside_ddp() -> None:
+    """Have the same done from now on of what checkpoints with reentry call in the forward of a DistributedDataParallel."""
+    from torch.utils.checkpoint import CheckpointFunction
+
+    original = CheckpointFunction.forward
+
+    @functools.wraps(original)
+    def forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+        ddp = _active_ddp()
+        inside = nullcontext if ddp is None else _as_now(ddp)
+
+        def run(*inputs: Any) -> Any:
+            with inside() if _active_ddp() is None else nullcontext():
+                return run_function(*inputs)
+
+        _reentrant.depth = getattr(_reentrant, "depth", 0) + 1
+        try:
+            return original(ctx, run, *args)
+        finally:
+            _reentrant.depth -= 1
+
+    patch("torch.utils.checkpoint.CheckpointFunction.forward", staticmethod(forward))
+
+
+reenter_inside_ddp()
 
 
 def is_cut_by_ddp(gm: torch.fx.GraphModule) -> bool:

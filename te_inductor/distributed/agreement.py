@@ -15,11 +15,16 @@ of the default process group and not by a collective, which itself could wait fo
    before a CUDA graph is captured.
 
 After a wait in vain this rank waits no more for ranks that have not begun. After a yes, ranks that do not call the
-graph equally often wait for each other in the collective, as they would in those of DDP. Ranks that call several graphs
-in another order than each other would not wait, where these have as many quantizers: each would take the amaxes of other
-layers. So each rank keeps the list of its calls, and compares it with that of the first rank to come as far: `CallOrder`.
-It does so behind each of the first calls, then behind ever more of them, 64 at most, so that a step asks the store seldom.
-The list also says how often state was loaded, which one rank must not do alone.
+graph equally often wait for each other in the collective, as they would in those of DDP. Ranks that call several graphs,
+or their backwards, in another order than each other would not wait, where these have as many quantizers: each would take
+the amaxes of other layers. So each rank keeps the list of its reductions, and compares it with that of the first rank to
+come as far: `CallOrder`. It does so behind each of the first ones, then behind ever more of them, 64 at most, so that a
+step asks the store seldom. The list also says how often state was loaded, which one rank must not do alone.
+
+In a DistributedDataParallel a layer has one name on all ranks. Elsewhere its place in the order is its name, which says
+nothing of the first calls; so a rank also tells some of the parameter's values, by a digest. Where another rank has met
+these values in another place, the order differs. Where it never meets them ranks hold other parameters, as by hand
+written tensor parallelism has them, and nothing is said.
 
 Nor may a rank leave the others alone where it compiles a layer anew, for a batch of another size: a last one, which is
 smaller, or empty. What is decided by the number of rows, on one rank alone, would have it reduce other amaxes than they
@@ -33,19 +38,16 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
 from torch import distributed as dist
 
-from te_inductor import compat
 from te_inductor.diagnostics import amaxes_have_no_group, amaxes_stay_local, say
 from te_inductor.distributed import amax_groups
 from te_inductor.distributed.amax_groups import AmaxGroup
+from te_inductor.distributed.call_order import CallOrder
 from te_inductor.errors import StateError
-from te_inductor.tensor_tables import TensorTable
 
 PATIENCE = 60.0  # seconds; until another rank begins to compile the graph
 PATIENCE_OF_COMPILES = 600.0  # seconds; until a rank that compiles the graph calls it
-MOST_CALLS = 64  # of graphs that reduce amaxes, between two looks at their order on other ranks
 _PAUSE, _LOOK = 0.01, 0.2  # seconds; between looks at the decision, and at the other ranks
 _YES = "yes"
 
@@ -56,47 +58,6 @@ class Agreement:
 
     name: str
     group: AmaxGroup
-
-
-@dataclass
-class CallOrder:
-    """The calls of graphs that reduce amaxes over the same group, in the order in which this rank makes them."""
-
-    world: "_World"
-    group: AmaxGroup
-    before: int = 0  # calls that were compared with those of another rank
-    calls: list[str] = field(default_factory=list)  # those behind them
-    names: TensorTable[str] = field(default_factory=TensorTable)  # of layers, by the first parameter of a call
-    unnamed: int = 0  # layers that no wrapper names, which are told apart by their order
-    looked: list[str] = field(default_factory=list)  # the keys of the last comparisons
-
-    def note(self, agreement: Agreement, parameter: Tensor, loads: int) -> None:
-        """Is called before each call of a graph whose ranks have agreed; `loads` is how often its state was loaded.
-
-        Raises:
-            StateError: another rank has made other calls.
-        """
-        name = self.names.get(parameter, None)
-        if name is None:
-            name = compat.name_in_ddp(parameter)
-            if name is None:
-                name, self.unnamed = f"layer {self.unnamed}", self.unnamed + 1
-            self.names[parameter] = name
-        self.calls.append(f"{name} (graph {agreement.name}, {loads} loads of its state)")
-        if len(self.calls) > min(self.before // 8, MOST_CALLS - 1):
-            self._compare()
-
-    def _compare(self) -> None:
-        own, self.calls = self.calls, []
-        self.looked.append(f"order/{_digest(_known_as(self.group))}/{self.before}")
-        first, others = self.world.first(self.looked[-1], json.dumps([self.world.rank, *own]))
-        if len(self.looked) > 8:  # no rank is that far behind
-            oldest = self.looked.pop(0)
-            self.world.delete(*[oldest] if self.world.rank == self.group.ranks[0] else [])
-        for place, (call, other) in enumerate(zip(own, others, strict=True)):
-            if call != other:
-                raise StateError(out_of_order(self.world.rank, call, first, other, self.before + place))
-        self.before += len(own)
 
 
 @dataclass
@@ -135,7 +96,10 @@ class _World:
 
     def order(self, group: AmaxGroup) -> CallOrder:
         """The order of calls that reduce amaxes over a group."""
-        return self.orders.get(group) or self.orders.setdefault(group, CallOrder(self, group))
+        found = self.orders.get(group)
+        if found is None:
+            found = CallOrder(self, _digest(_known_as(group)), self.rank == group.ranks[0])
+        return self.orders.setdefault(group, found)
 
     @property
     def timeout(self) -> float:
@@ -320,16 +284,6 @@ def alone(rank: int, missing: Sequence[int], waited: float) -> str:
         f" {'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}, with which its layers exchange"
         " tensors, expected all of these ranks; call the model, and te_inductor.load_state_dict, on all ranks equally"
         " often"
-    )
-
-
-def out_of_order(rank: int, call: str, first: int, other: str, number: int) -> str:
-    """The text of the error about a rank whose calls of graphs are not those of the first one."""
-    return (
-        f"rank {rank} reduces amaxes of delayed scaling with those of other layers, or other state, of rank {first}: call"
-        f" {number} of those that reduce over the same ranks is of {call}, and on rank {first} of {other}; expected these"
-        " ranks to call the same layers in one order, and te_inductor.load_state_dict equally often; have them do so, or"
-        " pass options={'amax_group': 'none'}"
     )
 
 

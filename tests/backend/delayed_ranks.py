@@ -179,6 +179,27 @@ def other_calls(rank: Rank, kind: str) -> Any:
     return ""
 
 
+@how(traced=True)
+def unwrapped(rank: Rank, which: str) -> Any:
+    """What ranks are told, of which the second one runs compiled blocks in another order from the first step on, or their
+    backwards. No wrapper names the blocks, which are of one class."""
+    torch.manual_seed(0)
+    options = {"recipe": DelayedScaling(amax_history_len=4), "amax_group": dist.group.WORLD}
+    blocks = [torch.compile(Model(1), backend="te", options=options) for _ in range(2)]
+    other, sums = rank.rank == 1, list[Tensor]()
+    try:
+        for block in reversed(blocks) if other and which == "forwards" else blocks:
+            sums.append(block(torch.ones(8, 32)).sum())
+        if which == "backwards":
+            for one in reversed(sums) if other else sums:
+                one.backward()
+    except StateError as error:
+        for _ in blocks if which == "backwards" else [None]:  # for which the other rank waits
+            dist.all_reduce(torch.zeros(1 if which == "backwards" else 2), dist.ReduceOp.MAX)
+        return str(error)
+    return ""
+
+
 def other_rows(rank: Rank, kind: str) -> Any:
     """The newest amaxes of the first layer's input, where the second rank's last batch is "empty", or where it weighs
     layers otherwise by then: it leaves the first one in high precision ("less"), or has both in low precision, which
@@ -257,6 +278,21 @@ def checkpointed(rank: Rank) -> Any:
             each(torch.ones(8, 32) + rank.rank).sum().backward()
     found, known = (one.model.layer.weight.grad for one in (model, exact))
     return ((found - known).norm() / known.norm()).item()
+
+
+class Reentrant(Checkpointed):
+    def forward(self, x):
+        return self.out(checkpoint(self.model, x.requires_grad_(), use_reentrant=True))
+
+
+def reentrant(rank: Rank) -> Any:
+    """The histories of the inputs of compiled blocks in a checkpoint with reentry, in a DistributedDataParallel."""
+    model = Reentrant()
+    model.model.compile(backend="te", options={"recipe": DelayedScaling(amax_history_len=4)})
+    ddp = DistributedDataParallel(model)
+    for step in range(3):
+        ddp(torch.full((8, 32), 1.0 + rank.rank + step)).sum().backward()
+    return [value.tolist() for key, value in te_inductor.state_dict(model).items() if "input.amax_history" in key]
 
 
 @how(patience=10, loses_group=True)

@@ -11,7 +11,8 @@ MODULE, WORLD = "tests.backend.delayed_ranks", 2
 DIFFER = ("unequal", "pipeline", "no_compile")
 QUICK = ["trains plain", *(f"differ {kind}" for kind in DIFFER), "sharded blocks", "lost", "apart unused", "apart join"]
 QUICK += ["other_rows empty", "other_rows less", "other_rows more", "microbatches ddp", "microbatches fsdp"]
-QUICK += ["checkpointed", "other_calls order", "other_calls loaded"]
+QUICK += ["checkpointed", "reentrant", "other_calls order", "other_calls loaded"]
+QUICK += ["unwrapped forwards", "unwrapped backwards"]
 OTHERS = "trains split,differ equal,differ more_graphs,differ other_order,sharded whole"
 told = told_by(MODULE, WORLD, ",".join(QUICK))
 others = told_by(MODULE, WORLD, OTHERS)
@@ -152,6 +153,22 @@ def test_a_rank_that_calls_other_layers_or_has_loaded_state_alone_is_told(told, 
     said = "".join(told[f"other_calls {kind}"])  # one rank is told: whichever comes second
     found = re.findall(r"of (\w+)\.layer\.weight \(graph \w+, (\d) loads", said)
     assert len(found) == 2 and set(found) == calls
+
+
+@pytest.mark.parametrize("which", ["forwards", "backwards"])
+def test_a_rank_that_calls_blocks_in_another_order_is_told_without_a_wrapper(told, which):
+    """In the first step, although the blocks have no names: by their weights."""
+    said = "".join(told[f"unwrapped {which}"])
+    assert set(re.findall(r"of (layer \d) \(graph", said)) == {"layer 0", "layer 1"}
+    assert ("in its backward" in said) == (which == "backwards")
+
+
+def test_a_checkpoint_with_reentry_reduces_amaxes_in_ddp(told):
+    """Its backward records them, outside of DistributedDataParallel's forward. Its forward, without gradients, is none that
+    lacks state."""
+    first, second = told["reentrant"]
+    assert first == second and first[0] == [0.0, 2.0, 3.0, 4.0]
+    assert told.said("reentrant") == [[], []]
 
 
 @pytest.mark.thorough

@@ -152,7 +152,7 @@ class StateInputs(ExtraInputs):
                 found.step(records=not self.waits)
             is_first = found.is_first if again is None else again in found.checkpoints
         for order, one in agreed:
-            order.note(one, parameters[0], found.loads)
+            call.behind.append(order.note(parameters[0], one.name, found.loads))
         if again is None:
             guarded = self._guards(found.watch, inputs)
             if found.choice is None:
@@ -201,7 +201,8 @@ class StateInputs(ExtraInputs):
     def _note_no_history(self, found: _FoundStates) -> None:
         """Say that the graph casts by own amaxes: once a model where it has done so for many calls, and at the first
         call, or as an error at each, where it records nothing, so that it always will."""
-        if found.said and (found.recorded or self.fallback != "error"):
+        comes_again = not found.recorded and compat.in_reentrant_forward()  # in the backward, which records amaxes
+        if comes_again or (found.said and (found.recorded or self.fallback != "error")):
             return
         pairs = zip(self.quantizers, found.states, strict=True)
         lacking = [(q.site, state) for q, state in pairs if not state.has_history]

@@ -2,7 +2,7 @@
 delayed scaling is (`state_inputs.py`), and made to be those of the parameters' values before the graph runs."""
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from te_inductor import compat
 from te_inductor.diagnostics import say
 from te_inductor.runtime.extra_inputs import ExtraInputs, GraphCall
 from te_inductor.runtime.state.state_inputs import StateInput
@@ -18,8 +19,6 @@ from te_inductor.runtime.weights.cached_weights import CachedWeight, FreshnessCh
 from te_inductor.tensor_tables import TensorGroups
 
 Refresh = Callable[[Sequence[FreshnessCheck]], None]
-_BACKWARD, _VIEWS = "CompiledFunctionBackward", 4  # AOTAutograd's node; how many views at most are before it
-_AGAIN = "te_inductor_look_again"  # in such a node's metadata
 
 
 @dataclass
@@ -140,30 +139,9 @@ class CheckAgain:
 
     def before_backward(self, outputs: Any) -> None:
         """Hooks into the backward of the graph that made these outputs."""
-        for node in {node for output in outputs if isinstance(output, Tensor) for node in _backward_of(output)}:
-            node.metadata[_AGAIN] = self
-            node.register_prehook(_before_backward)
+        compat.before_backward(outputs, self.if_another_came)
 
     def if_another_came(self) -> None:
         with cached_weights.LOCK:
             if [look.cached.looks for look in self._looks] != self._counts:
                 self._refreshers.look(self._looks)
-
-
-def _before_backward(grads: Any) -> None:
-    """One function for all, as compiled autograd compiles hooks, each once; its trace leaves nothing of this one."""
-    if not torch.compiler.is_compiling():
-        node: Any = torch._C._current_autograd_node()
-        node.metadata[_AGAIN].if_another_came()
-
-
-def _backward_of(output: Tensor) -> Iterator[Any]:
-    """AOTAutograd's, which may be behind those of views."""
-    node = output.grad_fn
-    for _ in range(_VIEWS):
-        if node is None:
-            return
-        if node.name() == _BACKWARD:
-            yield node
-            return
-        node = node.next_functions[0][0] if node.next_functions else None
