@@ -18,7 +18,7 @@ MOST_CALLS = 64  # of graphs that reduce amaxes, between two looks at their orde
 _SAMPLE = 64  # values by which a parameter is known
 
 
-class Call(NamedTuple):
+class Reduction(NamedTuple):
     """A reduction of amaxes, as ranks tell each other of it."""
 
     layer: str
@@ -47,7 +47,7 @@ class CallOrder:
     key: str  # of the group, the same on all of its ranks
     leads: bool  # whether this rank is the first of them
     before: int = 0  # calls that were compared with those of another rank
-    calls: list[Call] = field(default_factory=list)  # those behind them
+    calls: list[Reduction] = field(default_factory=list)  # those behind them
     names: TensorTable[tuple[str, str]] = field(default_factory=TensorTable)  # and marks, by a call's first parameter
     layers: dict[str, str] = field(default_factory=dict)  # that no wrapper names, by their marks
     unnamed: int = 0  # how many there are: they are told apart by their order
@@ -64,11 +64,11 @@ class CallOrder:
         if found is None:
             found = self.names[parameter] = self._named(parameter)
         name, mark = found
-        self._add(Call(name, f"graph {graph}, {loads} loads of its state", mark))
-        again = partial(self._add, Call(name, f"graph {graph}, in its backward", mark))
+        self._add(Reduction(name, f"graph {graph}, {loads} loads of its state", mark))
+        again = partial(self._add, Reduction(name, f"graph {graph}, in its backward", mark))
         return lambda outputs: compat.before_backward(outputs, again)
 
-    def _add(self, call: Call) -> None:
+    def _add(self, call: Reduction) -> None:
         self.calls.append(call)
         if len(self.calls) > min(self.before // 16, MOST_CALLS - 1):
             self._compare()
@@ -88,7 +88,7 @@ class CallOrder:
         if len(self.looked) > 8:  # no rank is that far behind
             oldest = self.looked.pop(0)
             self.store.delete(*[oldest] if self.leads else [])
-        for place, (call, other) in enumerate(zip(own, (Call(*one) for one in others), strict=True)):
+        for place, (call, other) in enumerate(zip(own, (Reduction(*one) for one in others), strict=True)):
             known = other._replace(layer=self.layers.get(other.mark, other.layer))
             if call[:2] != known[:2]:
                 raise StateError(out_of_order(self.store.rank, str(call), first, str(known), self.before + place))

@@ -157,7 +157,7 @@ def test_a_rank_that_calls_other_layers_or_has_loaded_state_alone_is_told(told, 
 
 @pytest.mark.parametrize("which", ["forwards", "backwards"])
 def test_a_rank_that_calls_blocks_in_another_order_is_told_without_a_wrapper(told, which):
-    """In the first step, although the blocks have no names: by their weights."""
+    """It is told in the first step, although the blocks have no names, by their weights."""
     said = "".join(told[f"unwrapped {which}"])
     assert set(re.findall(r"of (layer \d) \(graph", said)) == {"layer 0", "layer 1"}
     assert ("in its backward" in said) == (which == "backwards")
