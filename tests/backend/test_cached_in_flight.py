@@ -65,7 +65,7 @@ def test_a_kernel_that_fails(recipe, monkeypatch):
         refresh(looks)
         raise RuntimeError("injected")
 
-    monkeypatch.setattr("te_inductor.passes.pre_grad.rewrite.sites.refresh_on", lambda device: failing)
+    monkeypatch.setattr("te_inductor.passes.pre_grad.rewrite.extras.refresh_on", lambda device: failing)
     model, x = mlp(), torch.randn(8, 32)
     twin = copy.deepcopy(model)
     run, plain = te(model, recipe=recipe, weights="once", fallback="warn"), te(twin, recipe=recipe)

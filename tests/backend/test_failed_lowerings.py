@@ -42,7 +42,7 @@ def step(model: nn.Module, **options) -> tuple[list[torch.Tensor], list[str]]:
 
 
 @pytest.mark.parametrize(
-    "place", ["te_inductor.compat.compile_fx", "te_inductor.passes.pre_grad.rewrite.sites.GradientSites"]
+    "place", ["te_inductor.compat.compile_fx", "te_inductor.passes.pre_grad.rewrite.sites.take_gradients"]
 )
 def test_a_graph_without_us_says_that_main_grad_stays_empty(place, without_codegen, monkeypatch):
     """A compile that fails, or a pass: autograd has the gradients, once."""
@@ -50,7 +50,7 @@ def test_a_graph_without_us_says_that_main_grad_stays_empty(place, without_codeg
 
     def failing(gm, *args):
         tried.append(gm)
-        if place.endswith("GradientSites") or len(tried) == 1:
+        if place.endswith("take_gradients") or len(tried) == 1:
             raise RuntimeError("injected")
         return compile_fx(gm, *args)
 

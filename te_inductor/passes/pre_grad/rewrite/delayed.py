@@ -50,7 +50,7 @@ from te_inductor.passes.graph.values import is_gathered, is_tensor, value
 from te_inductor.passes.graph.writes import Writes
 from te_inductor.passes.pre_grad.decide import merging
 from te_inductor.passes.pre_grad.decide.delayed import GroupsOf
-from te_inductor.passes.pre_grad.rewrite.extras import CachedSites, append_input
+from te_inductor.passes.pre_grad.rewrite.extras import KeptCopies, append_input
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.delayed import ScaleUpdate
@@ -108,13 +108,12 @@ class DelayedSites:
         recipe: DelayedScaling,
         sites: list[tuple[str, Match]],
         merged: Sequence[Sequence[Match]],
-        keeps: CachedSites,
         groups: GroupsOf,
         writes: Writes,
     ) -> None:
         self.bodies, self.inputs, self.slots = bodies, inputs, recipe.slots_of("")
         self.recipe: DelayedScaling = recipe.own  # type: ignore[assignment]  # of which the state is, whatever its backward
-        self.keeps, self.groups, self.writes = keeps, groups, writes
+        self.groups, self.writes = groups, writes
         self.graph = bodies.root.graph
         self.paths = {match.node: path for path, match in sites}
         self.forward: _Groups = {}
@@ -168,12 +167,10 @@ class DelayedSites:
             joined = list(dict.fromkeys(other for reader in group for other in self.shared.get(reader, [reader])))
             self.shared |= dict.fromkeys(joined, joined)
 
-    def scales(
-        self, matches: Sequence[Match], x: fx.Node, weights: Sequence[fx.Node], kept: bool, gathered: bool
-    ) -> SiteScales:
-        """The scales of layers that are one call, of whose quantizers merged layers have the first one's; inserts what
-        records their operands. The weight's copies are `kept`, or `gathered` by the graph, or neither."""
-        match, weight = matches[0], weights[0]
+    def scales(self, match: Match, x: fx.Node, weights: Sequence[fx.Node], gathered: bool) -> SiteScales:
+        """The scales of layers that are one call, of which `match` is the first one, whose quantizers all have; inserts
+        what records their operands. The weight's copies are kept, or `gathered` by the graph, or neither."""
+        weight, kept = weights[0], match.part(KeptCopies)
         graph, training = x.graph, value(match.node).requires_grad
         of_x = self._quantizer(match, weight, "input")
         # A gathered weight was cast before the call, and has its state there.
@@ -205,7 +202,7 @@ class DelayedSites:
             elif of_weight:
                 self._record(of_weight, weights, match)
         if kept and of_weight:
-            self.keeps.scale(matches, of_weight.state, of_weight.state.recorded)
+            kept.weight.state, kept.weight.records = of_weight.state, of_weight.state.recorded
         more["known"] = list(itertools.chain(*known.values()))
         return SiteScales(Delayed(self.recipe, tuple(known)), more, of_both)
 

@@ -1,6 +1,6 @@
 """What a rewritten graph and its sites take besides the program's operands: inputs that the rewrite appends, of which
-Dynamo, which writes the call, does not know; and, where the options ask for it, kept copies of weights, and what takes
-their gradients."""
+Dynamo, which writes the call, does not know; and, as parts of sites, where the options ask for it, kept copies of
+weights, and what takes their gradients."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,12 +15,10 @@ from te_inductor.ops.layers.operands import Kept
 from te_inductor.ops.layers.parts import GradientSink
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.values import value
-from te_inductor.passes.pre_grad.decide.weight_grads import other_readers, takes
-from te_inductor.passes.pre_grad.plan import Candidate
-from te_inductor.passes.pre_grad.sites.rule import Match
-from te_inductor.recipes import DelayedScaling, Slots
+from te_inductor.passes.pre_grad.decide.weight_grads import SINKS, other_readers, takes
+from te_inductor.passes.pre_grad.plan import Candidate, Plan
+from te_inductor.passes.pre_grad.sites.part import SitePart
 from te_inductor.runtime.extra_inputs import ExtraInputs, GradientInputs
-from te_inductor.runtime.state.state_inputs import StateInput
 from te_inductor.runtime.weights import cached_weights
 from te_inductor.runtime.weights.cached_inputs import CachedInput, CachedInputs, Refresh
 from te_inductor.runtime.weights.cached_weights import Spec, stored_shapes, turned, weight_shape
@@ -46,51 +44,61 @@ def check_order(graph: fx.Graph, kinds: Sequence[ExtraInputs]) -> None:
         raise RuntimeError(f"inputs of the rewritten graph end in {found[-len(wanted) :]}, expected {wanted}")
 
 
-class CachedSites:
-    """The kept copies of one graph's weights: appends the inputs, before anything else does, and finds them again."""
+@dataclass(frozen=True, eq=False)
+class KeptCopies(SitePart):
+    """The copies of a layer's weight that a call brings, or of the weights of layers that are one GEMM."""
 
-    def __init__(self, bodies: Bodies, keeps: CachedInputs) -> None:
-        self.bodies, self.keeps = bodies, keeps
-        self.inputs: dict[fx.Node, CachedInput] = {}  # by the first site's node
-        self.nodes: dict[fx.Node, list[fx.Node]] = {}  # of the root's graph, alike
+    bodies: Bodies
+    weight: CachedInput
+    nodes: Sequence[fx.Node]  # of the root's graph, in the order of `CachedWeight.taken`
 
-    def add(self, matches: Sequence[Match], recipe: DelayedScaling | None, slots: Slots) -> None:
-        """Sites that are one GEMM, or one site; their recipe, if it keeps state."""
-        first = matches[0]
-        owners = [self.bodies.outer(match.weight) for match in matches]
-        spec = Spec(slots.weight, first.transposed, len(matches), recipe)
-        columns = value(first.node).requires_grad and value(first.x).requires_grad and slots.dgrad_operands is None
-        places = [str(owner.target) if owner.op == "get_attr" else self.bodies.place_of(owner) for owner in owners]
-        self.inputs[first.node] = CachedInput(places, spec, columns)
-        self.keeps.weights.append(self.inputs[first.node])
-        shape = weight_shape(spec, [value(owner).shape for owner in owners])
-        copies = [shape, turned(shape)] if columns else [shape]
-        self.nodes[first.node] = self._inputs(spec, copies, value(first.weight))
+    def emit(self, spec: LayerSpec, graph: fx.Graph) -> tuple[LayerSpec, dict[str, Any]]:
+        copies = [self.bodies.hand(node, graph) for node in self.nodes]
+        return replace(spec, weight=Kept(spec.slots.weight.granularity.two_level)), {"of_weight": copies}
 
-    def of(self, matches: Sequence[Match], graph: fx.Graph) -> list[fx.Node]:
-        """What stands for their weights' copies in this graph; nothing where there are none."""
-        return [self.bodies.hand(node, graph) for node in self.nodes.get(matches[0].node, [])]
 
-    def scale(self, matches: Sequence[Match], state: StateInput, records: bool) -> None:
-        """Delayed scaling's quantizer of their weight, and whether a call records its amax."""
-        weight = self.inputs[matches[0].node]
-        weight.state, weight.records = state, records
+@dataclass(frozen=True, eq=False)
+class GradientTakers(SitePart):
+    """What takes the gradients of such weights in autograd's place, a node of the root's graph for each."""
 
-    def _inputs(self, spec: Spec, shapes: Sequence[Sequence[int]], weight: torch.Tensor) -> list[fx.Node]:
-        """The inputs in the order of `CachedWeight.taken`."""
-        quantizer, scope, device = spec.quantizer, spec.quantizer.granularity, weight.device
-        examples = []
-        with weight.fake_mode:  # type: ignore[attr-defined]
-            for shape in shapes:
-                stored, scales = stored_shapes(quantizer, shape)
-                examples.append(torch.empty(stored, dtype=quantizer.format.dtype, device=device))
-                examples.append(torch.empty(scales, dtype=scope.scale.dtype, device=device))
-            if scope.two_level:
-                examples.append(torch.empty((), dtype=torch.float32, device=device))
-        made = []
-        for example in examples:
-            made.append(append_input(self.bodies.root.graph, self.keeps, example))
-        return made
+    bodies: Bodies
+    sink: GradientSink
+    nodes: Sequence[fx.Node]
+
+    def emit(self, spec: LayerSpec, graph: fx.Graph) -> tuple[LayerSpec, dict[str, Any]]:
+        return replace(spec, sink=self.sink), {"takers": [self.bodies.hand(node, graph) for node in self.nodes]}
+
+
+def keep_copies(plan: Plan, calls: Iterable[Sequence[Candidate]]) -> None:
+    """Append the inputs of cached weights. A call is of one site, or of those that are one GEMM."""
+    bodies = Bodies(plan.gm)
+    kept = CachedInputs(refresh_on, plan.options.fallback, dict(plan.gm.named_parameters()))
+    plan.outcome.extra_inputs.append(kept)
+    for sites in calls if plan.options.weights != "each_call" else ():
+        if "weights" not in sites[0].unmet:
+            weight, nodes = _kept(bodies, kept, sites)
+            sites[0].match = sites[0].match.having(KeptCopies(bodies, weight, nodes))
+
+
+def _kept(bodies: Bodies, kept: CachedInputs, sites: Sequence[Candidate]) -> tuple[CachedInput, list[fx.Node]]:
+    first, quantizer = sites[0].match, sites[0].slots.weight  # type: ignore[union-attr]
+    owners = [bodies.outer(site.match.weight) for site in sites]
+    spec = Spec(quantizer, first.transposed, len(sites), sites[0].delayed)
+    backward = sites[0].slots.dgrad_operands is None  # type: ignore[union-attr]
+    columns = value(first.node).requires_grad and value(first.x).requires_grad and backward
+    places = [str(owner.target) if owner.op == "get_attr" else bodies.place_of(owner) for owner in owners]
+    kept.weights.append(CachedInput(places, spec, columns))
+    shape = weight_shape(spec, [value(owner).shape for owner in owners])
+    scope, weight, examples = quantizer.granularity, value(first.weight), list[torch.Tensor]()
+    with weight.fake_mode:  # type: ignore[attr-defined]
+        for sizes in [shape, turned(shape)] if columns else [shape]:
+            for stored, dtype in zip(
+                stored_shapes(quantizer, sizes), (quantizer.format.dtype, scope.scale.dtype), strict=True
+            ):
+                examples.append(torch.empty(stored, dtype=dtype, device=weight.device))
+        if scope.two_level:
+            examples.append(torch.empty((), dtype=torch.float32, device=weight.device))
+    return kept.weights[-1], [append_input(bodies.root.graph, kept, example) for example in examples]
 
 
 def refresh_on(device: torch.device) -> Refresh:
@@ -102,46 +110,26 @@ def refresh_on(device: torch.device) -> Refresh:
     return OnDevice()
 
 
-class GradientSites:
-    """What takes the gradients of one graph's weights: appends the inputs, one a parameter, and finds them again, by
-    the sites whose gradients it takes. Another site of the same parameter leaves its gradient to autograd."""
-
-    def __init__(self, bodies: Bodies, sink: GradientSink, inputs: GradientInputs, sites: Iterable[Candidate]) -> None:
-        self.bodies, self.sink, self.inputs = bodies, sink, inputs
-        taken = {site.match.node: bodies.outer(site.match.weight) for site in sites if takes(site)}
-        shared = {parameter for parameter, _ in other_readers(sites, bodies)}
-        of_parameters = {parameter: self._input(parameter, parameter in shared) for parameter in taken.values()}
-        # The nodes of the root's graph, by the site's.
-        self.nodes = {site: of_parameters[parameter] for site, parameter in taken.items()}
-
-    def _input(self, parameter: fx.Node, shared: bool) -> fx.Node:
+def take_gradients(plan: Plan, calls: Iterable[Sequence[Candidate]]) -> None:
+    """Append what takes the gradients of weights, one a parameter. A site of the same parameter whose gradients are not
+    taken leaves them to autograd."""
+    sink = SINKS.get(plan.options.wgrad)
+    if sink is None or sink.takers is None:
+        return
+    bodies, inputs, calls = Bodies(plan.gm), GradientInputs(sink.takers), list(calls)
+    plan.outcome.extra_inputs.append(inputs)
+    sites = [site for site in plan.candidates if site.low]
+    taken = {site.match.node: bodies.outer(site.match.weight) for site in sites if takes(site)}
+    shared = {parameter for parameter, _ in other_readers(sites, bodies)}
+    nodes = dict[fx.Node, fx.Node]()
+    for parameter in dict.fromkeys(taken.values()):
         weight = value(parameter)
         with weight.fake_mode:  # type: ignore[attr-defined]
-            example = self.inputs.takers.example(weight)
-        self.inputs.parameters.append(self.bodies.place_of(parameter))
-        self.inputs.whole.append(not shared)
-        return append_input(self.bodies.root.graph, self.inputs, example)
-
-    def of(self, matches: Sequence[Match], graph: fx.Graph) -> list[fx.Node]:
-        """What stands for those of some sites in this graph; nothing where there are none."""
-        found = [self.nodes[match.node] for match in matches if match.node in self.nodes]
-        if len(found) < len(matches):
-            return []
-        return [self.bodies.hand(node, graph) for node in found]
-
-
-@dataclass(frozen=True)
-class ExtraArguments:
-    keeps: CachedSites
-    gradients: GradientSites | None  # None: they go to autograd
-
-    def of(self, matches: Sequence[Match], graph: fx.Graph, spec: LayerSpec) -> tuple[LayerSpec, dict[str, Any]]:
-        """The layer's spec with those that there are, and their arguments of `te_inductor.layers` by name."""
-        found: dict[str, Any] = {}
-        kept = self.keeps.of(matches, graph)
-        if kept:
-            spec, found["of_weight"] = replace(spec, weight=Kept(spec.slots.weight.granularity.two_level)), kept
-        takers = self.gradients.of(matches, graph) if self.gradients else []
-        if self.gradients and takers:
-            spec, found["takers"] = replace(spec, sink=self.gradients.sink), takers
-        return spec, found
+            example = sink.takers.example(weight)
+        inputs.parameters.append(bodies.place_of(parameter))
+        inputs.whole.append(parameter not in shared)
+        nodes[parameter] = append_input(bodies.root.graph, inputs, example)
+    for call in calls:
+        if all(site.match.node in taken for site in call):
+            takers = GradientTakers(bodies, sink, [nodes[taken[site.match.node]] for site in call])
+            call[0].match = call[0].match.having(takers)

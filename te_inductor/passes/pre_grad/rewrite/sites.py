@@ -18,19 +18,11 @@ from te_inductor.passes.pre_grad.decide import merging, transforms, weight_grads
 from te_inductor.passes.pre_grad.decide.delayed import GroupsOf, guard_on_moves, note_forms
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.rewrite import between_ranks, delayed, selective
-from te_inductor.passes.pre_grad.rewrite.extras import (
-    CachedSites,
-    ExtraArguments,
-    GradientSites,
-    check_order,
-    refresh_on,
-)
+from te_inductor.passes.pre_grad.rewrite.extras import check_order, keep_copies, take_gradients
 from te_inductor.passes.pre_grad.sites.rule import Match, replace_layer
 from te_inductor.recipes import DelayedScaling, Recipe, Slots
 from te_inductor.recipes.weight_only import fused
-from te_inductor.runtime.extra_inputs import GradientInputs
 from te_inductor.runtime.state.state_inputs import StateInputs
-from te_inductor.runtime.weights.cached_inputs import CachedInputs
 from te_inductor.templates.cutlass import build
 
 
@@ -57,11 +49,14 @@ def rewrite_sites(plan: Plan) -> None:
     _store_what_learns(plan)
     between_ranks.without_gathers(sites)
     between_ranks.ask_for_sizes(sites)
+    together = {site.match.node: group for group in plan.merged for site in group}
+    calls = [call for site in sites if (call := together.get(site.match.node, [site]))[0] is site]
+    gathers = between_ranks.GatheredWeights(Bodies(plan.gm))
+    keep_copies(plan, calls)
+    take_gradients(plan, calls)
     merged = [[site.match for site in group] for group in plan.merged]  # as earlier passes have left them
     groups = {match.node: group for group in merged for match in group}
-    gathers = between_ranks.GatheredWeights(Bodies(plan.gm))
-    extras = _extras(plan, sites, groups)
-    stateful = _delayed_sites(plan, sites, merged, extras)
+    stateful = _delayed_sites(plan, sites, merged)
     gathers.add(sites)
     for candidate in reversed(plan.candidates):
         match = candidate.match
@@ -69,7 +64,7 @@ def rewrite_sites(plan: Plan) -> None:
             if candidate.precision.in_order:
                 candidate.rule.rewrite(match, _in_fixed_order)
             continue
-        emit = functools.partial(_emit, candidate.slots, extras, gathers, stateful.get(candidate.recipe))  # type: ignore[arg-type]
+        emit = functools.partial(_emit, candidate.slots, gathers, stateful.get(candidate.recipe))  # type: ignore[arg-type]
         group = groups.get(match.node)
         if group is None:
             candidate.rule.rewrite(match, emit)
@@ -124,7 +119,6 @@ def _in_fixed_order(matches: Sequence[Match], x: fx.Node, weights: Sequence[fx.N
 
 def _emit(
     slots: Slots,
-    extras: ExtraArguments,
     gathers: between_ranks.GatheredWeights,
     delayed_sites: delayed.DelayedSites | None,  # of a recipe that has state
     matches: Sequence[Match],
@@ -133,11 +127,10 @@ def _emit(
 ) -> list[fx.Node]:
     """Inserts `te_inductor.layers` at the graph's insertion point, a node a match; its output dtype is the node's own,
     which honours torch.autocast."""
-    match, graph, known = matches[0], x.graph, None
-    spec, more = extras.of(matches, graph, LayerSpec(slots))
+    match, graph, known, spec, more = matches[0], x.graph, None, LayerSpec(slots), dict[str, Any]()
     if delayed_sites is not None:
-        scales = delayed_sites.scales(matches, x, weights, "of_weight" in more, gathers.has(match))
-        spec, more, known = replace(spec, scales=scales.source), more | scales.arguments, scales.of_weight
+        scales = delayed_sites.scales(match, x, weights, gathers.has(match))
+        spec, more, known = replace(spec, scales=scales.source), scales.arguments, scales.of_weight
     weights = gathers.of(match, weights, spec, known)
     for part in match.parts:
         spec, of_part = part.emit(spec, graph)
@@ -149,30 +142,8 @@ def _emit(
     return [graph.call_function(operator.getitem, (ys, place)) for place in range(len(weights))]
 
 
-def _extras(plan: Plan, sites: list[Candidate], groups: dict[fx.Node, list[Match]]) -> ExtraArguments:
-    """Append the inputs of cached weights, then those of what takes gradients."""
-    bodies = Bodies(plan.gm)
-    kept = CachedInputs(refresh_on, plan.options.fallback, dict(plan.gm.named_parameters()))
-    plan.outcome.extra_inputs.append(kept)
-    extras = ExtraArguments(CachedSites(bodies, kept), None)
-    if plan.options.weights != "each_call":
-        for site in sites:
-            group = groups.get(site.match.node, [site.match])
-            if "weights" not in site.unmet and group[0] is site.match:
-                extras.keeps.add(group, site.delayed, site.slots)  # type: ignore[arg-type]
-    sink = weight_grads.SINKS.get(plan.options.wgrad)
-    if sink is None or sink.takers is None:
-        return extras
-    gradients = GradientInputs(sink.takers)
-    plan.outcome.extra_inputs.append(gradients)
-    return replace(extras, gradients=GradientSites(bodies, sink, gradients, sites))
-
-
 def _delayed_sites(
-    plan: Plan,
-    sites: list[Candidate],
-    merged: list[list[Match]],
-    extras: ExtraArguments,
+    plan: Plan, sites: list[Candidate], merged: list[list[Match]]
 ) -> dict[Recipe | None, delayed.DelayedSites]:
     by_recipe: dict[DelayedScaling, list[tuple[str, Match]]] = {}
     for site in sites:
@@ -187,7 +158,7 @@ def _delayed_sites(
     plan.outcome.extra_inputs.append(state)
     groups = GroupsOf(plan.gm.graph, plan.options, plan.inputs, state.held)
     return {
-        recipe: delayed.DelayedSites(bodies, state, recipe, found, merged, extras.keeps, groups, plan.writes)
+        recipe: delayed.DelayedSites(bodies, state, recipe, found, merged, groups, plan.writes)
         for recipe, found in by_recipe.items()
     }
 
