@@ -231,9 +231,7 @@ def _inductor(
         agree: Callable[[bool], bool] | None = None,
     ) -> Callable[..., Any]:
         seldom = partial(interpreted.interpreting, agree=agree) if runs_seldom else lambda inner: inner
-        cached: AbstractContextManager[None] = nullcontext()
-        if runs_seldom:  # ranks that have to agree ask each other, which a graph of a cache would not
-            cached = interpreted.kept() if agree is None else compat.without_graph_cache()
+        cached: AbstractContextManager[None] = interpreted.kept(agree) if runs_seldom else nullcontext()
         try:
             with flops.weighed(), compat.saving_a_minimum_cut(), cached:
                 return compat.compile_fx(gm, inputs, patches, name, lambda inner: around(seldom(wrap_inner(inner))))  # type: ignore[no-any-return]

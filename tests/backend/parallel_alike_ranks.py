@@ -3,6 +3,7 @@ interpret it, decide about layers; and of ranks that do not."""
 
 import copy
 import functools
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import te_inductor
 from te_inductor import compat, ops
-from te_inductor.distributed import amax_groups, decisions
+from te_inductor.distributed import agreement, amax_groups, decisions
 from te_inductor.recipes import DelayedScaling
 from te_inductor.runtime.state import state_inputs
 from te_inductor.runtime.state.state_inputs import StateInputs
@@ -74,6 +75,43 @@ def first_step(rank: Rank, *may: str) -> Any:
     ):
         found = [rank.step(run, model, x, dy) for _ in range(2)]
     return {"graphs": graphs, "found": [one.flatten().tolist() for step in found for one in step]}
+
+
+def cached_first_step(rank: Rank) -> Any:
+    """First steps of models alike, the first of which fills AOTAutograd's cache: the last rank then finds the graph too,
+    has no cache, or may not interpret what it finds. How many graphs each found there and interpreted anew, and what it
+    gave, but for the last, whose code does nothing."""
+    from torch._dynamo.utils import counters
+    from torch._functorch import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    from te_inductor.passes.graph import interpreted
+
+    is_last, make = rank.rank == rank.world - 1, interpreted.Interpreted.__init__
+    x, dy = (rank.part(torch.randn(BATCH, LENGTH, WIDTH), 1) for _ in range(2))
+    found: list[Any] = []
+    for last in ("fills", "finds", "without a cache", "must not"):
+        torch._dynamo.reset()
+        counters.clear()
+        world = agreement.current()
+        assert world is not None
+        world.interpreted.clear()  # as in a new process
+        torch.manual_seed(0)
+        model = Outer(Mlp())
+        parallelize_module(model.layers[0], rank.mesh, SEQUENCE)
+        run = rank.te(model, recipe=DelayedScaling(amax_history_len=4))
+        with (
+            mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": f"{rank.folder}/caches{rank.rank}"}),
+            config.patch(enable_autograd_cache=not (is_last and last == "without a cache")),
+            mock.patch.object(interpreted, "fits", lambda _, may=last != "must not" or not is_last: may),
+            mock.patch.object(interpreted.Interpreted, "__init__", autospec=True, side_effect=make) as anew,
+            # Code is written and does nothing: of later steps, and of the first where one rank must not interpret it.
+            mock.patch.object(AsyncCompile, "cpp_pybinding", lambda *_: lambda *tensors: None),
+        ):
+            gave = [one.flatten().tolist() for one in rank.step(run, model, x, dy)]
+        hits = counters["aot_autograd"]["autograd_cache_hit"]
+        found.append({"hits": hits, "anew": anew.call_count, "gave": gave})
+    return found
 
 
 def agree(rank: Rank) -> Any:

@@ -6,7 +6,7 @@ import pytest
 from tests.ranks import Told, ranks, told_by
 
 MODULE = "tests.backend.parallel_alike_ranks"
-told = told_by(MODULE, 2, "first_step may,first_step must not,agree,decides,fails")
+told = told_by(MODULE, 2, "first_step may,first_step must not,agree,decides,fails,compiled cached_first_step")
 others = told_by(MODULE, 2, "masked,many_first_steps", timeout=600)
 
 
@@ -50,6 +50,15 @@ def test_ranks_interpret_a_first_step_where_all_of_them_may(told):
     assert [one["graphs"] for one in together] == [{"interpreted": 2, "compiled": 2}] * 2
     assert [one["graphs"] for one in alone] == [{"interpreted": 0, "compiled": 4}] * 2
     assert [one["found"] for one in together] == [one["found"] for one in alone]
+
+
+def test_ranks_find_the_graph_of_a_first_step_in_a_cache_where_all_may_interpret_it(told):
+    """One that has no cache compiles meanwhile. Both ask each other once, as another rank may not."""
+    first, last = told["compiled cached_first_step"]
+    assert [(one["hits"], one["anew"]) for one in first] == [(0, 2), (1, 0), (1, 0), (0, 0)]
+    assert [(one["hits"], one["anew"]) for one in last] == [(0, 2), (1, 0), (0, 2), (0, 0)]
+    for fills, finds, without, _ in (first, last):
+        assert fills["gave"] == finds["gave"] == without["gave"]
 
 
 def test_no_rank_waits_to_interpret_for_one_that_could_not_compile(told):

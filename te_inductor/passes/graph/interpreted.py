@@ -19,8 +19,9 @@ graphs are interpreted.
   choose]), and all interpret them where each of them may. They tell each other in the first compile of these layers, of
   which no rank has a graph yet, so that all come to it, whatever graphs they compile later: to run the layers takes all
   of them. What they have found holds for each later graph of these layers, of other sizes too, so that it does not matter
-  which rank compiles one. That also goes for memory: a later graph that does not fit is interpreted. Code comes for all in
-  the same call, as they count the calls that were first steps alike."""
+  which rank compiles one. That also goes for memory: a later graph that does not fit is interpreted. A graph that a rank
+  finds in a compile cache is asked about in the place of its compile, so that other ranks may compile theirs meanwhile.
+  Code comes for all in the same call, as they count the calls that were first steps alike."""
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -191,7 +192,8 @@ class Interpreted(OutputCode):  # type: ignore[misc]
 
     def post_compile(self, inputs: Sequence[Any], constants: Any, options: Mapping[str, Any]) -> None:
         """Called where a cache has given it."""
-        if not _may_be_loaded.get() or _needs_code(options) or not fits(self.most):
+        agree = _may_be_loaded.get()
+        if agree is None or not agree(not _needs_code(options) and fits(self.most)):
             compat.miss_graph_cache()
         assert self.text is not None
         self.graph = graph_text.read(self.text)
@@ -205,13 +207,14 @@ def _has_symbols(value: Any) -> bool:
     return isinstance(value.numel() if isinstance(value, torch.Tensor) else value, torch.SymInt)
 
 
-_may_be_loaded = ContextVar("te_inductor_may_be_loaded", default=False)
+_may_be_loaded: ContextVar[Callable[[bool], bool] | None] = ContextVar("te_inductor_may_be_loaded", default=None)
 
 
 @contextmanager
-def kept() -> Iterator[None]:
-    """A compile in which AOTAutograd's cache keeps graphs that are interpreted, and returns them."""
-    token = _may_be_loaded.set(True)
+def kept(agree: Callable[[bool], bool] | None = None) -> Iterator[None]:
+    """A compile in which AOTAutograd's cache keeps graphs that are interpreted, and returns them; `agree` as in
+    `interpreting`, which a graph of the cache asks in the place of the compile that it spares."""
+    token = _may_be_loaded.set(agree or bool)
     try:
         with compat.keeping_whole_graphs():
             yield

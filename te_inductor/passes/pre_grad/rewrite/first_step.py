@@ -12,10 +12,10 @@ gradients that are zero, may leave a quantizer without history for any number of
 
 Where it may be needed, it is traced and partitioned beside the other, and interpreted (`passes/graph/interpreted.py`):
 a step or two of each run do not pay for code, which takes longer to generate than that of all later steps, as no scale
-is known beforehand. A compile cache keeps it beside the other, unless ranks have to agree on it. Code is generated where
-interpreting would be wrong or take too much memory, for CUDA graphs, and where ranks might call collectives in different
-orders (Note [Ranks that interpret]). What comes without history later, as a copy of a model, runs a few calls by the eager
-runtime. Where either has more than a few first steps, Dynamo compiles both graphs, with code."""
+is known beforehand. A compile cache keeps it beside the other. Code is generated where interpreting would be wrong or
+take too much memory, for CUDA graphs, and where ranks might call collectives in different orders (Note [Ranks that
+interpret]). What comes without history later, as a copy of a model, runs a few calls by the eager runtime. Where either
+has more than a few first steps, Dynamo compiles both graphs, with code."""
 
 import copy
 from dataclasses import replace
