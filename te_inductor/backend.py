@@ -217,7 +217,7 @@ def _inductor(
     if not (plan.is_ours or asked):
         return lambda gm, inputs, *_: compat.compile_fx(gm, inputs, patches, name, around)
     for effect in asked:
-        effect.tell(options, plan.outcome.report, patches)
+        effect.tell(plan, patches)
     wrap_inner = lowerings.install(options.fallback, rows_alone=any(effect.rows_alone for effect in asked))
     compat.patch("torch._inductor.config.loop_index_inversion_in_fusion", False, on=patches)
     for option, limit in _limits(plan).items():

@@ -9,6 +9,10 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 import te_inductor
@@ -114,6 +118,35 @@ def test_keys_hold_each_source_and_table():
         with mock.patch.object(Path, "read_bytes", changed):
             keys.add(digest())
     assert len(keys) == 3
+
+
+class Named(nn.Module):
+    """A layer whose activation has a name of its own."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.up, self.name = nn.Linear(64, 128), name
+        setattr(self, name, nn.GELU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return getattr(self, self.name)(self.up(x))
+
+
+def test_keys_hold_which_modules_save_in_low_precision(tmp_path, monkeypatch):
+    """The graphs of these models differ in nothing else."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_: lambda *tensors: None)
+    options, saves, hits = {"recipe": "none", "saved": {"*mlp*": "low_precision"}}, [], []
+    for name in ("mlp_act", "act", "mlp_act"):
+        torch._dynamo.reset()
+        counters.clear()
+        y = torch.compile(Named(name).bfloat16(), backend="te", options={**options, "fallback": "silent"})(
+            torch.randn(64, 64).bfloat16()
+        )
+        saves.append(any(one.dtype == torch.float8_e4m3fn for one in y.grad_fn.saved_tensors))
+        y.sum().backward()
+        hits.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert saves == [True, False, True] and hits == [0, 0, 1]
 
 
 @pytest.mark.thorough

@@ -16,7 +16,7 @@ class Effect:
     """What an option does beside what passes read of it; `passes/effects.py` has all of them."""
 
     is_asked: Callable[[Options], bool]
-    tell: Callable[[Options, Report, dict[str, Any]], None]  # changes what Inductor is told for a graph of that report
+    tell: Callable[[Any, dict[str, Any]], None]  # changes what Inductor is told for the graph of a `Plan`
     check: Callable[[Options], None] = _nothing  # raises where the program tells Inductor otherwise
     finish: Callable[[Options, Report], None] = _nothing  # says what came of it, when the graph is compiled
     rows_alone: bool = False  # whether kernels are chosen as for a row by itself

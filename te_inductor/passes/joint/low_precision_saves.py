@@ -47,15 +47,16 @@ class SavingPartitioner(CustomPartitionerFn):  # type: ignore[misc]
     which it is found again without what it tells.
 
     `entries` are globs over the modules that read a value, each with a precision, of which the first that matches wins;
-    `tell` gets a row a value."""
+    `tell` gets a row a value. `modules` are those of the graph's nodes, which no key has otherwise."""
 
     def __init__(
         self,
         theirs: Callable[..., Any] | None,
         entries: Sequence[tuple[str, str]],
         tell: Callable[[Sequence[SavedSite]], None] | None = None,
+        modules: Sequence[str] = (),
     ) -> None:
-        self.theirs, self.entries, self.tell = theirs, tuple(entries), tell
+        self.theirs, self.entries, self.tell, self.modules = theirs, tuple(entries), tell, tuple(modules)
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **given: Any) -> Any:
         partition = self.theirs or min_cut_rematerialization_partition
@@ -76,11 +77,11 @@ class SavingPartitioner(CustomPartitionerFn):  # type: ignore[misc]
     def uuid(self) -> Any:
         """None, which turns the cache off, where the user's partitioner has no identity."""
         theirs = None if self.theirs is None else self.theirs.uuid()  # type: ignore[attr-defined]
-        ours = package_hash(), self.entries
+        ours = package_hash(), self.entries, self.modules
         return ours if self.theirs is None else theirs and (*ours, theirs)
 
     def __reduce__(self) -> Any:
-        return type(self), (self.theirs, self.entries)
+        return type(self), (self.theirs, self.entries, None, self.modules)
 
 
 def _read_casts_themselves(graph: fx.Graph) -> None:
@@ -223,17 +224,19 @@ def _call(like: fx.Node, target: Any, *args: Any) -> fx.Node:
     return node
 
 
-def _tell(options: Options, report: Report, patches: dict[str, Any]) -> None:
+def _tell(plan: Any, patches: dict[str, Any]) -> None:
     """Has the partitioner make forwards that save so. The report tells of it once: a graph of a first step saves the
     same."""
-    saved = options.saved
+    saved, report = plan.options.saved, plan.outcome.report
 
     def tell(rows: Sequence[SavedSite]) -> None:
         report.saved.extend([] if report.saved else rows)
 
     theirs = patches.get(_PARTITIONER, getattr(config, _PARTITIONER))
     entries = (("*", saved),) if isinstance(saved, str) else saved
-    patches[_PARTITIONER] = SavingPartitioner(theirs, entries, tell)
+    nodes = (node for module in plan.graph_modules() for node in module.graph.nodes)
+    modules = [] if isinstance(saved, str) else [module_path(node) for node in nodes]
+    patches[_PARTITIONER] = SavingPartitioner(theirs, entries, tell, modules)
     patches.setdefault("realize_reads_threshold", MOST_READS_WITH_SCALES)
 
 

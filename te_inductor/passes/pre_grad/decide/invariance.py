@@ -37,7 +37,7 @@ from te_inductor.passes.pre_grad.loss.match import match_losses
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites.part import TensorParallel
 from te_inductor.passes.pre_grad.sites.rule import Match
-from te_inductor.presentation.report import Report, Unmet
+from te_inductor.presentation.report import Unmet
 from te_inductor.recipes import Quantizer
 
 OPTION = "batch_invariant"
@@ -74,7 +74,7 @@ def _check(options: Options) -> None:
             )
 
 
-def _tell(options: Options, report: Report, patches: dict[str, Any]) -> None:
+def _tell(_: Plan, patches: dict[str, Any]) -> None:
     from torch._inductor import config
 
     known = config.get_config_copy()
