@@ -11,6 +11,7 @@ import math
 import re
 import threading
 import types
+import uuid
 import weakref
 from typing import Any, TypeVar
 
@@ -102,7 +103,8 @@ def _source(value: object, names: dict[str, Any]) -> str:
     if isinstance(value, tuple):
         return f"({''.join(_source(item, names) + ', ' for item in value)})"
     if isinstance(value, types.FunctionType):
-        name = f"te_inductor_function_{_digest(value)}"
+        read = hashlib.sha256(repr(_read(value, set())).encode()).hexdigest()[:8]
+        name = f"te_inductor_function_{_digest(value)}_{read}"
         names[name] = value
         return name
     name = source_name(type(value))
@@ -118,9 +120,33 @@ def _source(value: object, names: dict[str, Any]) -> str:
     )
 
 
+_PROCESS = uuid.uuid4().hex
+
+
+def _read(function: types.FunctionType, known: set[types.FunctionType]) -> list[tuple[str, Any]]:
+    """Stands in cache keys for the globals that a function reads, itself or by functions that it calls, as a trace has
+    written them into the graph. What cannot be written down is another one in each process, but for modules."""
+    known.add(function)
+    found: list[tuple[str, Any]] = []
+    for name in sorted(_names_in(function.__code__) & function.__globals__.keys()):
+        value = function.__globals__[name]
+        try:
+            text = value.__name__ if value is torch or value is math else _exact(value, name)
+        except RecipeError:
+            text = f"{_PROCESS} {id(value)}"
+        is_new = isinstance(value, types.FunctionType) and value not in known
+        found.append((name, [text, _read(value, known)] if is_new else text))
+    return found
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*inner)
+
+
 def _digest(function: types.FunctionType) -> str:
-    """Stands for a function's code in cache keys: an edited function is another one. What it calls is not looked
-    into."""
+    """Stands for a function's code where two are compared: an edited function is another one. What it calls is not
+    looked into."""
     if function.__closure__:
         raise RecipeError(
             f"function {function.__qualname__} closes over {', '.join(function.__code__.co_freevars)}, which no cache"

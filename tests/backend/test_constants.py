@@ -1,12 +1,15 @@
 """Constants in generated code and in schemas: a name for each class."""
 
 import importlib
+import math
 import pkgutil
 
 import pytest
+import torch
 
 import te_inductor
 from te_inductor import compat
+from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.constants import Constant, source_name
 
 
@@ -41,3 +44,31 @@ def test_names_that_would_be_equal_are_told_apart():
     names = [source_name(cls) for cls in classes]
     assert names == ["te_inductor_one_two_Kind", "te_inductor_one_two_Kind_2", "te_inductor_one_two_Kind_3"]
     assert names == [source_name(cls) for cls in classes]
+
+
+HEADROOM = 2.0
+
+
+def halved(amax):
+    return amax / HEADROOM
+
+
+def scale_of(amax, scale, fp8_max, recipe):
+    return math.sqrt(1.0) * torch.full_like(amax, fp8_max) / halved(amax)
+
+
+def test_the_source_of_a_function_has_what_it_reads(monkeypatch):
+    """A trace writes that into the graph, which a later process would find by its source in a compile cache. Recipes are
+    equal by their functions' own code, as state is kept by them."""
+    recipe, sources = DelayedScaling(scaling_factor_compute_algo=scale_of), []
+    known = hash(recipe)
+    for headroom in (2.0, 4.0, 2.0, object()):
+        monkeypatch.setitem(globals(), "HEADROOM", headroom)
+        sources.append(recipe.__fx_repr__()[0])
+        assert hash(recipe) == known
+    monkeypatch.setattr("te_inductor.recipes.constants._PROCESS", "another")
+    sources.append(recipe.__fx_repr__()[0])
+    assert sources[0] == sources[2] and len(set(sources)) == 4
+    monkeypatch.setitem(globals(), "HEADROOM", 2.0)
+    monkeypatch.setitem(globals(), "halved", lambda amax: amax)
+    assert recipe.__fx_repr__()[0] not in sources

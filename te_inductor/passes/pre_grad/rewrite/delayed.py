@@ -253,7 +253,7 @@ class DelayedSites:
             self.inputs.waits = True
             return ScaleUpdate(self.recipe, element, heals=heals, waits=True)
         sites = [one[group].sites if group in one else [] for one in (self.forward, self.backward)]
-        agreed = agreement.agreement_of(group, [self.recipe.__fx_repr__()[0], *sites, *(["heal"] if heals else [])])
+        agreed = agreement.agreement_of(group, [repr(self.recipe.key()), *sites, *(["heal"] if heals else [])])
         if agreed not in self.inputs.agreements:
             self.inputs.agreements.append(agreed)
             agreement.announce(agreed)
