@@ -13,7 +13,6 @@ from torch import Tensor, fx
 from te_inductor.fused.record import POST_GRAD, FusedKernel
 from te_inductor.lowerings.codegen.column_sums import ROWS
 from te_inductor.lowerings.codegen.column_sums import column_sums as lower
-from te_inductor.lowerings.registry import may_give_up
 from te_inductor.ops.casts import TWO_WAY_KNOWN
 from te_inductor.passes.graph.node_kinds import tensor_of
 from te_inductor.runtime.definition import op_of
@@ -28,7 +27,6 @@ def _sums(x: Tensor) -> Tensor:  # (R, C) -> (C,)
 
 
 column_sums = op_of(_sums, lambda x: x.new_empty(x.shape[1], dtype=torch.float32), name="column_sums")
-may_give_up(column_sums)
 
 
 def fold(graph: fx.Graph) -> None:

@@ -1,4 +1,4 @@
-"""Lowerings of ops that write and fail behind a write: Note [Lowerings that write]. Nothing is written twice."""
+"""Lowerings that fail: Note [Lowerings that fail]. Nothing is written twice, and no cache keeps the graph."""
 
 import warnings
 from types import SimpleNamespace
@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.lowering import lowerings
 
 import te_inductor
@@ -119,3 +120,18 @@ def test_nothing_is_written_twice(op, without_codegen, monkeypatch, no_caches):
     assert all("run in the eager runtime" in text and f"te_inductor.{op}" in text for text in texts)
     for one, other in zip(left, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=2.0**-20, atol=0.0)
+
+
+def test_no_cache_keeps_a_graph_whose_lowering_failed(monkeypatch, tmp_path):
+    """What finds it would be told nothing."""
+    install()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_: lambda *tensors: None)
+    monkeypatch.setattr("te_inductor.lowerings.casts.quantize.encode_scale", None)
+    for _ in range(2):
+        torch._dynamo.reset()
+        model = torch.compile(
+            nn.Linear(32, 32), backend="te", options={"policy": {"*": "current"}, "fallback": "error"}
+        )
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="run in the eager runtime"):
+            model(torch.randn(16, 32))

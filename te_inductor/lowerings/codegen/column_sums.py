@@ -8,7 +8,7 @@ fixed, so results repeat bit for bit.
 As of the amax (amax.py), the store has a mode of our own, to a place that the kernel knows: the tile's number along the
 rows. Partial sums have a row for each `ROWS` rows of the tensor, the fewest of a tile; larger tiles add rows of zeros. A
 kernel without such a tile, which only one that casts nothing both ways is, ends the compile of the graph, which is then
-compiled with the op's eager kernel: Note [Lowerings that write] in lowerings/registry.py."""
+compiled with the op's eager kernel: Note [Lowerings that fail] in lowerings/registry.py."""
 
 from typing import Any
 
