@@ -24,7 +24,7 @@ from te_inductor import compat, config, recipes
 from te_inductor.config import Options
 from te_inductor.diagnostics import CUT_BY_DDP, announce, log, say, uncompiled
 from te_inductor.distributed import amax_groups
-from te_inductor.errors import NOT_EXPORTED, TEInductorError
+from te_inductor.errors import NOT_EXPORTED, NOT_SAVED, TEInductorError
 from te_inductor.kernels import cutlass_tables
 from te_inductor.ops.stored_weight import StoredWeight
 from te_inductor.passes import effects, pre_grad
@@ -69,7 +69,10 @@ def te(
     Raises:
         OptionError, RecipeError: the options are wrong.
         FallbackError: with ``options={"fallback": "error"}``, where a site does not run as asked.
+        TEInductorError: torch is to save what is returned, by `aot_compile`.
     """
+    if compat.compiles_ahead():
+        raise TEInductorError(NOT_SAVED)
     regions.note_compile()
     parsed = parse(mode, options)
     plan = Plan(gm, parsed, example_inputs)

@@ -73,6 +73,11 @@ NOT_EXPORTED = (
     " te_inductor.quantize_(model, 'rowwise'), or 'nvfp4_weight_only', stores weights before the export"
 )
 
+NOT_SAVED = (
+    "aot_compile with backend 'te', whose graphs get state and other tensors at each call, expected torch's own backends;"
+    " carry the compile caches instead (torch.compiler.save_cache_artifacts), or te_inductor.lower an exported program"
+)
+
 
 def unknown(kind: str, found: object, known: Iterable[str]) -> str:
     """`unknown <kind> 'x'; did you mean 'y'?`, or the whole list where nothing is near."""

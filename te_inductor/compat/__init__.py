@@ -18,6 +18,7 @@ from te_inductor.compat.dynamo import (
     collective_behind,
     compiled_apart,
     compiled_inside,
+    compiles_ahead,
     constant_type_name,
     guard_on,
     guard_on_attribute,

@@ -193,16 +193,32 @@ def options_of_compiled(compiled: Callable[..., Any], backend: object) -> Mappin
     return getattr(found, "kwargs", {}).get("options") or {}
 
 
+def compiles_ahead() -> bool:
+    """Whether Dynamo compiles a graph for nobody who calls it, to save what it gets: torch's `aot_compile`."""
+    from torch._guards import TracingContext
+
+    return TracingContext.try_get() is not None and _translated() is None
+
+
+def _translated() -> Any:
+    """The translation of a frame that this thread is in the middle of; None elsewhere."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        return InstructionTranslator.current_tx()
+    except AttributeError:  # there has been none
+        return None
+
+
 def compiled_inside(backend: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """What torch.compile was called with for this backend and Dynamo has traced into the graph that it is compiling: of
     a module its source, of a function its name; and its options, which that graph does not have."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
     if context is None:
         return
-    output = InstructionTranslator.current_tx().output
+    output = _translated().output
     scope = {"L": output.local_scope, "G": output.global_scope}
     named = filter(None, (_INSIDE.fullmatch(guard.name) for guard in context.guards_context.dynamo_guards))
     for name in dict.fromkeys(match["module"] or match["compiled"] for match in named):

@@ -16,6 +16,7 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 import te_inductor
+from te_inductor.errors import TEInductorError
 from tests.forked import ONE_THREAD, PROGRAMS, TORCH, Server
 
 ROOT = Path(te_inductor.__file__).parents[1]
@@ -75,10 +76,12 @@ def test_a_second_process_hits_both_caches(first):
 
 
 def test_delayed_scaling_hits_both_caches_with_its_state_intact(first, tmp_path):
-    """The state is no part of the key, nor of what is cached: the second process finds its own, and ends with the
-    same. The first finds nothing of another recipe's."""
-    folder = copied(first[0], tmp_path / "caches", caches=True)
-    before, after = (run(folder, {"recipe": "delayed"}, seed=seed) for seed in (None, "2"))  # sets of another order
+    """The state is no part of the key, nor of what is cached: the second process, where caches were carried to, finds its
+    own, and ends with the same. The first finds nothing of another recipe's."""
+    folder, artifacts = copied(first[0], tmp_path / "caches", caches=True), str(tmp_path / "artifacts")
+    before = run(folder, {"recipe": "delayed"}, ("save", artifacts))
+    there = copied(folder, tmp_path / "there", caches=False)
+    after = run(there, {"recipe": "delayed"}, ("load", artifacts), seed="2")  # sets of another order
     assert before["caches"]["bypass"] == before["caches"]["autograd_bypass"] == before["caches"]["autograd_hit"] == 0
     assert after["caches"]["autograd_hit"] == before["caches"]["autograd_miss"] == 2  # of them a first step's
     assert after["caches"]["miss"] == after["caches"]["autograd_miss"] == 0
@@ -147,6 +150,14 @@ def test_keys_hold_which_modules_save_in_low_precision(tmp_path, monkeypatch):
         y.sum().backward()
         hits.append(counters["aot_autograd"]["autograd_cache_hit"])
     assert saves == [True, False, True] and hits == [0, 0, 1]
+
+
+def test_aot_compile_is_an_error_that_names_what_to_do():
+    """What it would save has state beside it."""
+    with torch._dynamo.config.patch(enable_aot_compile=True):
+        model = torch.compile(nn.Linear(32, 32), backend="te", fullgraph=True)
+        with pytest.raises(TEInductorError, match="save_cache_artifacts"):
+            model.forward.aot_compile(((torch.randn(4, 32),), {}))
 
 
 @pytest.mark.thorough
