@@ -61,11 +61,14 @@ def test_gate_and_up_are_saved_by_the_kernel_that_reads_them(case: str, arch: in
 
 
 def test_a_stream_is_saved_by_the_norm_that_reads_it(arch: int) -> None:
-    """The second norm's kernel writes its output's copy and codes of its input, of one read."""
+    """The second norm's kernel writes its output's copy, codes of its input and the sum itself, of one read, so that the
+    next sum does not add up the terms of all before it."""
     forward, _ = generate("two_mlps_saved_low", arch).sources
     sources = dict(re.findall(r"^def (triton_\w+)\((.*?)^''', device_str", forward, re.MULTILINE | re.DOTALL))
     writes = sorted(body.count(".to(tl.float8e4nv)") for name, body in sources.items() if "rsqrt" in name)
     assert writes == [1, 2], writes
+    last = re.findall(r"triton_\w*add\w*\.run\((.*), stream", forward)[-1]
+    assert len(re.findall(r"\b(?:buf|primals_)\d+", last)) == 2, last  # the sum and what is added, in place
 
 
 def test_operands_are_k_major(training: Generated) -> None:

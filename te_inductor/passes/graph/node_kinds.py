@@ -8,6 +8,9 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+# Where Inductor looks for what is to be in memory (torch 2.11 to 2.15, `GraphLowering.run_node`).
+IN_MEMORY = "inductor_realize_to_strides"
+
 
 def tensor_of(node: fx.Node) -> torch.Tensor | None:
     """Returns the fake tensor that a node stands for; None of a number, as a symbolic size or factor is, and of several

@@ -21,7 +21,7 @@ from te_inductor.diagnostics import Outside, Refusal, announce, log, say
 from te_inductor.passes.graph.custom_pass import package_hash
 from te_inductor.passes.graph.effect import Effect
 from te_inductor.passes.graph.module_path import module_path
-from te_inductor.passes.graph.node_kinds import is_cast, is_pointwise, is_view_or_cast
+from te_inductor.passes.graph.node_kinds import IN_MEMORY, is_cast, is_pointwise, is_view_or_cast
 from te_inductor.passes.graph.tracing import insert, take_place
 from te_inductor.passes.graph.walks import reached
 from te_inductor.passes.joint.saved_masks import LANES, compute_in_forward, pack, traced, unpack
@@ -151,6 +151,8 @@ def _save(forward: fx.Graph, backward: fx.Graph, one: Saved, known: dict[str, fx
 def _write(forward: fx.Graph, one: Saved, source: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Has the forward return codes and scales behind the value, or two words for each 128 of a mask's."""
     order = one.order
+    if _is_summed_again(source):
+        source.meta[IN_MEMORY] = True
     with forward.inserting_before(source.next):
         x = source if order == sorted(order) else _call(source, aten.permute.default, source, order)
         x = _call(source, aten.reshape.default, x, [-1, LANES if one.is_mask else one.value.shape[order[-1]]])
@@ -164,6 +166,12 @@ def _write(forward: fx.Graph, one: Saved, source: fx.Node) -> tuple[fx.Node, fx.
         made.meta |= {key: one.node.meta[key] for key in (_NOT_CHECKED,) if key in one.node.meta}
     _change_outputs(forward, one.node, (one.node, first, second))
     return first, second
+
+
+def _is_summed_again(node: fx.Node) -> bool:
+    """Whether a node is a sum that another sum reads, as a residual stream is. What is saved as it is, is in memory; else
+    each sum would be computed anew of the terms of all before it, up to `MOST_READS_WITH_SCALES`, kept for that."""
+    return node.target is aten.add.Tensor and any(user.target is aten.add.Tensor for user in node.users)
 
 
 def _read(backward: fx.Graph, one: Saved, *made: fx.Node) -> None:

@@ -11,12 +11,10 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from te_inductor.passes.graph.node_kinds import is_pointwise, is_view, tensor_of
+from te_inductor.passes.graph.node_kinds import IN_MEMORY, is_pointwise, is_view, tensor_of
 
 aten = torch.ops.aten
 _TABLES = (aten.sin.default, aten.cos.default)
-# Where Inductor looks for what is to be in memory (torch 2.11 to 2.15, `GraphLowering.run_node`).
-_IN_MEMORY = "inductor_realize_to_strides"
 
 
 def keep(graph: fx.Graph) -> None:
@@ -29,7 +27,7 @@ def keep(graph: fx.Graph) -> None:
 def _keep(table: fx.Node) -> None:
     readers = _readers(table)
     if any(_is_larger(reader, table) for reader in readers):
-        table.meta[_IN_MEMORY] = True
+        table.meta[IN_MEMORY] = True
     for reader in readers:
         if is_pointwise(reader) and len(reader.all_input_nodes) == 1:  # a cast, or a factor
             _keep(reader)
