@@ -59,6 +59,7 @@ from te_inductor.compat.wrappers import (
     fsdp_group_of,
     gathered,
     guard_on_wrappers,
+    in_metadata_inference,
     in_reentrant_forward,
     inside_ddp,
     inside_ddp_again,

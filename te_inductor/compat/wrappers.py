@@ -229,6 +229,17 @@ def guard_on_wrappers() -> None:
             guard_on(_ACTIVE_DDP[0], f"{_ACTIVE_DDP[1]}.{one}")
 
 
+def in_metadata_inference() -> bool:
+    """Whether a stage of a pipeline runs to find the shapes that it sends: on memory that nothing was written to, with a
+    backward of ones."""
+    stage = imported("torch.distributed.pipelining.stage", "PipelineStage")
+    inference = getattr(stage, "_forward_metadata_inference", None)  # before 2.13 its tensors are on `meta`
+    frame = None if inference is None else sys._getframe()
+    while frame is not None and frame.f_code is not inference.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
 def around_swaps(held: Callable[[Tensor, Tensor], AbstractContextManager[None]]) -> None:
     """Have `torch.utils.swap_tensors` run inside of ``held(t1, t2)`` from now on."""
     original = torch.utils.swap_tensors

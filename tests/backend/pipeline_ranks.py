@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 import te_inductor
 from tests.ranks import Rank
@@ -95,3 +95,34 @@ def trains(rank: Rank, name: str, recipe: str) -> Any:
     pairs = [pair for place in mine for pair in zip(models[place].parameters(), alone[place].parameters(), strict=True)]
     apart = max((one - other).abs().max().item() for one, other in pairs)
     return {"losses": told, "alone": expected, "ran": ran, "apart": apart}
+
+
+def observes(rank: Rank) -> Any:
+    """The amaxes of a stage's inputs and gradients behind a first step, and those of one rank that runs the stages of the
+    pipeline without a schedule. torch runs a stage on memory that nothing was written to, before the first step."""
+
+    def compiled(place: int) -> nn.Module:
+        torch.manual_seed(place)
+        stage = Stage()
+        stage.compile(backend="te", options={"recipe": "delayed", "amax_group": "none"})
+        return stage
+
+    def amaxes(stage: nn.Module) -> list[list[float]]:
+        state = te_inductor.state_dict(stage)
+        return [
+            [round(amax, 6) for amax in state[f"{layer}.amax_history"].tolist() if amax]
+            for layer in ("up.input", "down.input", "down.grad_output")
+        ]
+
+    own, first, last = compiled(rank.rank), rank.rank == 0, rank.rank == rank.world - 1
+    schedule = Schedule1F1B(
+        PipelineStage(own, rank.rank, rank.world, torch.device("cpu")), 4, loss_fn=nn.functional.mse_loss
+    )
+    x, target = torch.randn(2, 4 * ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+    schedule.step(*([x] if first else []), **({"target": target} if last else {}))
+    alone = [compiled(place) for place in range(rank.world)]
+    for part, wanted in zip(x.chunk(4), target.chunk(4), strict=True):
+        for stage in alone:
+            part = stage(part)
+        nn.functional.mse_loss(part, wanted).backward()
+    return amaxes(own), amaxes(alone[rank.rank])

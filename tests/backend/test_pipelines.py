@@ -24,3 +24,11 @@ def test_losses_are_those_of_one_rank(world, case):
     for rank in told:
         assert rank["apart"] == 0.0
         assert rank["ran"] == 2 * 2 * 2 * world * STEPS  # two stages of two layers; microbatches
+
+
+def test_delayed_scaling_observes_microbatches_alone():
+    """A stage that torch runs to find its shapes, on memory that nothing was written to and with a backward of ones, leaves
+    nothing in a history. A schedule has other forwards before the first backward, so that they are cast otherwise."""
+    for found, alone in ranks("tests.backend.pipeline_ranks", 2, "observes")["observes"]:
+        for amaxes, expected in zip(found, alone, strict=True):
+            assert len(amaxes) == 4 and max(amaxes) == pytest.approx(max(expected), rel=0.1)
