@@ -71,6 +71,24 @@ MUTATIONS = [
         ("tests/backend/test_interpreted.py",),
     ),
     Mutation(
+        "a cached graph saves in low precision what the modules of another model are named for",
+        "ours = package_hash(), self.entries, self.modules",
+        "ours = package_hash(), self.entries",
+        ("tests/backend/test_caches.py",),
+    ),
+    Mutation(
+        "a function that reads another global is the same one in caches",
+        "read = hashlib.sha256(repr(_read(value, set())).encode()).hexdigest()[:8]",
+        'read = ""',
+        ("tests/backend/test_constants.py",),
+    ),
+    Mutation(
+        "a cache keeps a graph whose lowering failed",
+        'cached = {} if known == 0 else {"fx_graph_cache": False, "fx_graph_remote_cache": False}',
+        "cached = {}",
+        ("tests/backend/test_failed_lowerings.py",),
+    ),
+    Mutation(
         "each rank chooses the graph of a first step alone",
         "lacks = agreement.any_rank(group, lacks)",
         "pass",
