@@ -210,6 +210,18 @@ def test_what_is_no_plain_layer_stays_as_written(run, recipe):
     torch.testing.assert_close(found, function(x))
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_operands_of_two_dtypes_are_torchs_to_refuse(biased):
+    """Eager code refuses them; autocast casts them."""
+    x, layer = torch.randn(4, 32), nn.Linear(32, 32, dtype=torch.float32 if biased else torch.bfloat16)
+    bias = torch.randn(32, dtype=torch.bfloat16)
+    run = compiled(lambda x: F.linear(x, layer.weight, bias), "none", fallback="silent")
+    with pytest.raises(RuntimeError, match="dtype"):
+        run(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert run(x).dtype == torch.bfloat16
+
+
 def test_the_size_rule_is_not_asked(monkeypatch):
     asked = []
     monkeypatch.setattr("te_inductor.passes.pre_grad.decide.size_rule.weigh", asked.append)

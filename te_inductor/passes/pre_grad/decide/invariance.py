@@ -32,7 +32,7 @@ from te_inductor.passes.pre_grad.attention.inputs import Inputs
 from te_inductor.passes.pre_grad.attention.site import Attention
 from te_inductor.passes.pre_grad.attention.sites import find, match_attention, shape_refusal
 from te_inductor.passes.pre_grad.decide import transforms
-from te_inductor.passes.pre_grad.decide.sites import check_sites, weigh_sites
+from te_inductor.passes.pre_grad.decide.sites import check_sites, refusal_of_dtypes, weigh_sites
 from te_inductor.passes.pre_grad.loss.match import match_losses
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites.part import TensorParallel
@@ -120,7 +120,7 @@ def check_order(plan: Plan) -> None:
             site.refusal = _refusal(site)
             if site.refusal is not None:
                 site.precision = replace(site.precision, stored=site.stored and not site.precision.learns, learns=False)
-        slots, why = site.slots, None if site.low else _of_high(site, transforms_of.get(site.match.node))
+        slots, why = site.slots, None if site.low else _of_high(site, transforms_of.get(site.match.node), plan)
         if slots is not None:
             slots = replace(slots, fprop=replace(slots.fprop, fixed_order=True, fast_accum=False))
         site.precision = replace(site.precision, slots=slots, in_order=why is None)
@@ -168,7 +168,7 @@ def _shared_scale(quantizer: Quantizer) -> str | None:
     return scope.name if scope.whole or (scope.blocked and scope.block[0] > 1) else None
 
 
-def _of_high(site: Candidate, within: str | None) -> Refusal | None:
+def _of_high(site: Candidate, within: str | None, plan: Plan) -> Refusal | None:
     """Why a site in high precision, within these transforms, cannot be summed in one order."""
     match: Match = site.match
     if within is not None:
@@ -180,7 +180,7 @@ def _of_high(site: Candidate, within: str | None) -> Refusal | None:
     dtypes: list[Any] = [value(node).dtype for node in (match.x, match.weight, match.node)]
     if not set(dtypes) <= set(_DTYPES):
         return Refusal("its dtypes are %s, expected float32, bfloat16 or float16", ", ".join(map(str, dtypes)))
-    return match.first_refusal(lambda part: part.refuse(match))
+    return refusal_of_dtypes(match, plan) or match.first_refusal(lambda part: part.refuse(match))
 
 
 # What stands in the place of some passes. Those that have nothing there go by the number of rows, or have a loss round

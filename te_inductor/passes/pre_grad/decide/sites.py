@@ -104,7 +104,7 @@ def check_sites(plan: Plan) -> None:
                 or regions.refusal(candidate.place.regions)
                 or transforms.refusal(transforms_of.get(match.node))
                 or candidate.rule.check(match)
-                or _refusal_of_dtypes(match, plan)
+                or refusal_of_dtypes(match, plan)
                 or _refusal_of_rows(candidate)
                 or (Refusal("a graph with a backward of its own") if isinstance(plan, LoweredPlan) else None)
             )
@@ -121,7 +121,7 @@ def check_sites(plan: Plan) -> None:
                 or transforms.refusal(transforms_of.get(match.node))
                 or (None if candidate.by_policy else routers.refusal(match, choosing))
                 or candidate.rule.check(match)
-                or _refusal_of_dtypes(match, plan)
+                or refusal_of_dtypes(match, plan)
                 or next(
                     filter(None, (candidate.rule.check_slots(match, slots) for slots in candidate.slots.all())), None
                 )
@@ -155,7 +155,7 @@ def _refusal_here(match: Match, plan: Plan) -> Refusal | None:
     return match.first_refusal(lambda part: part.refuse_here(match, plan.writes, is_cpp))
 
 
-def _refusal_of_dtypes(match: Match, plan: Plan) -> Refusal | None:
+def refusal_of_dtypes(match: Match, plan: Plan) -> Refusal | None:
     """Leaves operands that torch refuses to torch, which says so when the graph runs. Casts in front of experts are the
     layer's own."""
     if match.dims > 2:
