@@ -20,6 +20,7 @@ from te_inductor.presentation.paths import grouped, names_of, without_wrappers
 from te_inductor.presentation.progress import progress
 from te_inductor.recipes import Recipe
 from te_inductor.recipes.weight_only import fused
+from te_inductor.runtime.weights import followed_weights
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -107,6 +108,11 @@ def quantize_(
     """
     if not isinstance(model, nn.Module):
         raise OptionError(wrong_type("quantize_'s model", model, "an nn.Module"))
+    if followed_weights.of(model.parameters()):
+        raise OptionError(
+            f"quantize_ of {type(model).__name__}, a view of te_inductor.rollout, expected a model of its own, as a view"
+            " shares modules' weights with its model; give te_inductor.rollout another recipe or policy"
+        )
     options = config.parse({"policy": policy or {}, "fallback": fallback})
     policies = Policy(options.policy)
     chosen, said = chosen_weights(model, policies, recipes.resolve(recipe), _refusal)

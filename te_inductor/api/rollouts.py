@@ -32,7 +32,7 @@ from te_inductor.passes.pre_grad.decide.policy import Policy
 from te_inductor.presentation.paths import layer_path
 from te_inductor.recipes import Recipe
 from te_inductor.runtime.weights import followed_weights
-from te_inductor.runtime.weights.followed_weights import FollowedView, FollowedWeights, ParameterPlace
+from te_inductor.runtime.weights.followed_weights import FollowedModules, FollowedView, FollowedWeights, ParameterPlace
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -155,6 +155,7 @@ def _view(model: ModelT) -> tuple[ModelT, dict[nn.Module, nn.Module]]:
     view.eval()
     view._apply = _Refusal("moved or cast")  # type: ignore[assignment]
     view.load_state_dict = _Refusal("loaded")  # type: ignore[assignment]
+    view.requires_grad_ = _Refusal("frozen")  # type: ignore[assignment]
     return view, {memo[id(module)]: module for module in model.modules() if "_orig_mod" not in module._modules}
 
 
@@ -296,7 +297,7 @@ def _store(
     first: dict[Tensor, MultipliedWeight] = {}
     held: list[tuple[MultipliedWeight, Tensor]] = []
     ranks = GatheringRanks(shards, [f"{held.names[0]} {recipe}" for held, recipe in chosen]) if shards else None
-    view = FollowedView(_Storing(Rewriter(fallback), ranks))
+    view = FollowedView(_Storing(Rewriter(fallback), ranks), FollowedModules(source_of.values()))
     for together in multiplied_as_one(chosen):
         group = [
             _Stored(held, replace(held, module=source_of[held.module]), recipe, shards) for held, recipe in together

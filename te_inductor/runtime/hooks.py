@@ -1,4 +1,5 @@
-"""What is to run at each step of any optimizer, and where a parameter takes another's place.
+"""What is to run at each step of any optimizer, where a parameter takes another's place, and where a module gets another
+part.
 
 torch has one list of such hooks for all, and iterates over it as it calls them, so that a hook must not remove itself
 (`OrderedDict mutated during iteration` where there is a second one). These stay, once they were asked for: a step then
@@ -8,7 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 _Listener = Callable[[Optimizer], None]
@@ -36,6 +40,7 @@ def _add(listener: _Listener, listeners: dict[_Listener, None], register: Callab
     listeners[listener] = None
 
 
+_noticing: set[Callable[[nn.Module], None]] = set()
 _calling: set[Callable[[Tensor, Tensor], None]] = set()
 
 
@@ -51,4 +56,19 @@ def when_replaced(inherit: Callable[[Tensor, Tensor], None]) -> None:
         if old is not None and new is not None and new is not old:
             inherit(old, new)
 
+    register_module_parameter_registration_hook(hook)
+
+
+def when_built(notice: Callable[[nn.Module], None]) -> None:
+    """Has ``notice(module)`` called before a module holds a module or a parameter where it holds none or another."""
+    if notice in _noticing:
+        return
+    _noticing.add(notice)
+
+    def hook(module: nn.Module, name: str, new: nn.Module | nn.Parameter | None) -> None:
+        held = module._modules if isinstance(new, nn.Module) else module._parameters
+        if held.get(name) is not new:
+            notice(module)
+
+    register_module_module_registration_hook(hook)
     register_module_parameter_registration_hook(hook)

@@ -226,6 +226,10 @@ def test_errors():
         view.to(torch.bfloat16)
     with pytest.raises(OptionError, match=r"is to be loaded, expected its model"):
         view.load_state_dict({})
+    with pytest.raises(OptionError, match=r"is to be frozen, expected its model"):
+        view.requires_grad_(False)
+    with pytest.raises(OptionError, match=r"quantize_ of Decoder, a view .*, expected a model of its own"):
+        quantize_(view)
     with pytest.raises(OptionError, match="has a stored weight, which no step changes"):
         rollout(quantize_(Decoder()))
     with torch.no_grad():
@@ -240,6 +244,61 @@ def test_errors():
     holder.generator = (one for one in ())
     with pytest.raises(OptionError, match="cannot copy the modules of the Decoder"):
         rollout(holder)
+
+
+def _built(model: nn.Module, how: str) -> None:
+    attention = model.blocks[0].attention
+    if how == "layer":
+        attention.o_proj = nn.Linear(128, 128, bias=False)
+    elif how == "blocks":
+        model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
+    elif how == "more":
+        model.blocks.append(Block())
+    elif how == "bias":
+        attention.k_proj.bias = nn.Parameter(torch.ones(64))
+    elif how == "norm":
+        model.blocks[0].norm = nn.LayerNorm(128, elementwise_affine=False)
+    elif how == "parametrization":
+        nn.utils.parametrize.register_parametrization(attention.o_proj, "weight", nn.Identity())
+    elif how == "deleted":
+        del attention.o_proj.weight
+    else:
+        attention.merged_adapters.append("default")  # as peft does
+        with torch.no_grad():
+            attention.o_proj.weight.mul_(2)
+
+
+@pytest.mark.parametrize("how", ["layer", "blocks", "more", "bias", "norm", "parametrization", "deleted", "merged"])
+def test_a_model_that_gets_other_parts_wants_another_view(how):
+    model = Decoder()
+    model.blocks[0].attention.merged_adapters = []
+    view = rollout(model, "rowwise")
+    generate = through(view)
+    with torch.no_grad():
+        generate(IDS)
+        _built(model, how)
+        for run in (generate, view, generate):
+            with pytest.raises(StoredWeightError, match=r"is not what it was when a view of the model was made"):
+                run(IDS)
+        if how == "blocks":
+            _built(model, how)  # back
+        elif how != "deleted":
+            view = rollout(model, "rowwise")
+        if how != "deleted":
+            expected = quantize_(copy.deepcopy(model), "rowwise", fallback="silent")(IDS)
+            assert torch.equal(view(IDS), expected)
+
+
+def test_blocks_that_are_compiled_later_are_the_same():
+    model = Decoder()
+    view = rollout(model, "rowwise")
+    model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 1.1)
+        found = view(IDS)
+    model.blocks[0] = model.blocks[0]._orig_mod
+    with torch.no_grad():
+        assert torch.equal(found, quantize_(copy.deepcopy(model), "rowwise")(IDS))
 
 
 class Mixed(nn.Module):

@@ -16,6 +16,10 @@ whatever has changed in the view, not only the weights that it looks at: a few l
 waits once, for whether their values are finite. What cannot be stored is an error where it is looked at, before anything
 is written, and is left as it is where it is not.
 
+A view copies the model's modules, and so does not follow where the model gets others, as by peft or a parametrization.
+torch tells of a module's new parts. A look behind that compares what the two are made of, as does one that stores, and
+raises.
+
 Parameters that FSDP2 shards are gathered where they have changed, which all ranks do at once. A look that sees nothing asks
 no other rank, so that ranks may generate for as long as they like, each for itself. One that sees a change waits on the
 host, by the key-value store, until all ranks have come to one that does; then all of them store what any of them has seen,
@@ -27,10 +31,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from te_inductor.runtime.hooks import tell_after_each
+from te_inductor.errors import StoredWeightError
+from te_inductor.runtime.hooks import tell_after_each, when_built
 from te_inductor.tensor_tables import TensorReference, TensorTable
 
 _LOCK = threading.RLock()  # two threads may generate at once
@@ -61,7 +66,7 @@ class FollowedWeights:
             return False
         for place, (reference, steps, address, version, count) in zip(self.sources, self._seen, strict=True):
             held, name, is_sharded = place
-            one = held[name]  # of hundreds at each call: no call of ours that can be left out
+            one = held.get(name)  # of hundreds at each call: no call of ours that can be left out
             if one is None or steps[0] != count or not reference.is_to(one):
                 return False
             if is_sharded:
@@ -74,7 +79,7 @@ class FollowedWeights:
         """Takes the parameters for stored as they are."""
         self._seen = []
         for held, name, is_sharded in self.sources:
-            one = held[name]
+            one = held.get(name)
             if one is not None:
                 steps, local = _steps.setdefault(one, [0]), one._local_tensor if is_sharded else one
                 version = 0 if local.is_inference() else local._version
@@ -93,11 +98,48 @@ class FollowedWeights:
 Store = Callable[[Sequence[FollowedWeights], Sequence[FollowedWeights], bool], Iterable[FollowedWeights]]
 
 
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what is in a module that computes what this one does
+
+
+class FollowedModules:
+    """The modules of a model, as its view has copied them: the modules in each, its parameters' names, and which of
+    peft's adapters are merged."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.parts = {module: self._parts_of(module) for module in modules}
+        self.is_suspect = False  # whether one of them has got a part
+
+    def check(self) -> None:
+        """
+        Raises:
+            StoredWeightError: a module has other parts.
+        """
+        for module, before in self.parts.items():
+            if (now := self._parts_of(module)) != before:
+                name = next(name for name in (*before, *now) if before.get(name) != now.get(name))
+                raise StoredWeightError(
+                    f"{name} of a {type(module).__name__} is not what it was when a view of the model was made, expected the"
+                    " same modules, parameters and merged adapters, as the view has copied them; call"
+                    " te_inductor.rollout(model) again"
+                )
+        self.is_suspect = False
+
+    @staticmethod
+    def _parts_of(module: nn.Module) -> dict[str, Any]:
+        parts: dict[str, Any] = {name: name for name, one in module._parameters.items() if one is not None}
+        for name, one in module._modules.items():
+            while one is not None and (inner := next(filter(None, map(one._modules.get, _WRAPPERS)), None)) is not None:
+                one = inner
+            parts[name] = one
+        return parts | {"merged_adapters": tuple(getattr(module, "merged_adapters", ()))}
+
+
 @dataclass(eq=False)
 class FollowedView:
     """All that follows in one view."""
 
     store: Store
+    modules: FollowedModules
     weights: list[FollowedWeights] = field(default_factory=list)
     _stores: bool = False  # whether it does: what writes a stored weight uses it
 
@@ -107,6 +149,8 @@ class FollowedView:
             if self._stores:
                 return
             changed = [one for one in weights if again or not one.are_stored()]
+            if changed or self.modules.is_suspect:
+                self.modules.check()
             if not changed:
                 return
             others = [one for one in self.weights if one not in changed and not one.are_stored()]
@@ -131,6 +175,12 @@ def add(stored: Iterable[Tensor], weights: FollowedWeights) -> None:
         setattr(one, _FOLLOWS, weights)
     _views.add(weights.view)
     tell_after_each(_count)
+    when_built(_suspect)
+
+
+def _suspect(module: nn.Module) -> None:
+    for view in list(_views):
+        view.modules.is_suspect |= module in view.modules.parts
 
 
 def is_followed(value: Any) -> bool:
