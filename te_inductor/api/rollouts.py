@@ -218,6 +218,11 @@ class _Stored:
         return self.source.weight.detach() if self.shard is None else self.shard.whole
 
     @property
+    def place(self) -> ParameterPlace:
+        """The place where the model holds it, if it is no shard."""
+        return ParameterPlace(self.source.module._parameters, self.source.parameter)
+
+    @property
     def places(self) -> list[ParameterPlace]:
         """The places where the model holds it and what is beside it."""
         held = self.source.module._parameters
@@ -247,6 +252,11 @@ class _Stored:
             return StoredWeightError(
                 f"{self.source.names[0]} has values that are not finite, expected finite ones, as a rollout stores the"
                 " weight; look for the step that made them"
+            )
+        if self.shard is None and self.source.weight.is_inference():  # has no version
+            return StoredWeightError(
+                f"{self.source.names[0]} is an inference tensor, expected a normal one, whose changes a view sees; make the"
+                " model outside of torch.inference_mode()"
             )
         is_first = not isinstance(held, StoredWeight)
         if not is_first and (held.shape, held.dtype, held.device) != (weight.shape, weight.dtype, weight.device):
@@ -294,8 +304,8 @@ def _store(
     shards: Shards,
     fallback: Fallback,
 ) -> None:
-    first: dict[Tensor, MultipliedWeight] = {}
-    held: list[tuple[MultipliedWeight, Tensor]] = []
+    first: dict[Tensor, _Stored] = {}
+    held: list[tuple[_Stored, Tensor]] = []
     ranks = GatheringRanks(shards, [f"{held.names[0]} {recipe}" for held, recipe in chosen]) if shards else None
     view = FollowedView(_Storing(Rewriter(fallback), ranks), FollowedModules(source_of.values()))
     for together in multiplied_as_one(chosen):
@@ -306,16 +316,18 @@ def _store(
         if new:
             places = [place for one in group for place in one.places]
             view.weights.append(FollowedWeights(view, places, _Group(group, new)))
-        first |= {one.parameter: one.view for one in new}
-        held += [(one.view, one.parameter) for one in group]
+        first |= {one.parameter: one for one in new}
+        held += [(one, one.parameter) for one in group]
     stored = list(view.weights)
     copy_others(view, [(held.module, held.parameter) for held, _ in chosen], source_of, shards)
     view.look(view.weights)
     for weights in stored:
         followed_weights.add([one.view.weight for one in weights.group.new], weights)
     for one, source in held:
-        setattr(one.module, one.parameter, first[source].weight)
-        show_stored(one.module)
+        setattr(one.view.module, one.view.parameter, first[source].view.weight)
+        show_stored(one.view.module)
+        if one is not first[source] and one.shard is None:
+            view.modules.tied.append((one.place, first[source].place))
 
 
 @dataclass(frozen=True, eq=False)

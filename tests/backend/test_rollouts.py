@@ -240,6 +240,10 @@ def test_errors():
     model.blocks[0].gate_up_proj.weight = nn.Parameter(torch.ones(256, 128, dtype=torch.bfloat16))
     with pytest.raises(StoredWeightError, match=r"bfloat16 on cpu, expected .*float32 on cpu"):
         view(IDS)
+    with torch.inference_mode():
+        model.blocks[0].gate_up_proj.weight = nn.Parameter(torch.ones(256, 128))
+        with pytest.raises(StoredWeightError, match=r"gate_up_proj is an inference tensor, expected a normal one"):
+            view(IDS)
     holder = Decoder()
     holder.generator = (one for one in ())
     with pytest.raises(OptionError, match="cannot copy the modules of the Decoder"):
@@ -287,6 +291,24 @@ def test_a_model_that_gets_other_parts_wants_another_view(how):
         if how != "deleted":
             expected = quantize_(copy.deepcopy(model), "rowwise", fallback="silent")(IDS)
             assert torch.equal(view(IDS), expected)
+
+
+def test_tied_layers_that_part_want_another_view():
+    model = Decoder()
+    first, second = (block.attention.o_proj for block in model.blocks)
+    second.weight = first.weight
+    view = rollout(model, "rowwise")
+    with torch.no_grad():
+        first.weight.mul_(2)
+        for layer in (first, second):
+            layer.weight = nn.Parameter(first.weight.detach())  # two of one memory, as load_state_dict(assign=True) may
+        assert torch.equal(view(IDS), quantize_(copy.deepcopy(model), "rowwise")(IDS))
+        second.weight = nn.Parameter(3 * second.weight)
+        for _ in range(2):
+            with pytest.raises(
+                StoredWeightError, match=r"weight \[128, 128\] was one parameter with weight of another"
+            ):
+                view(IDS)
 
 
 def test_blocks_that_are_compiled_later_are_the_same():

@@ -107,12 +107,13 @@ class FollowedModules:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.parts = {module: self._parts_of(module) for module in modules}
+        self.tied: list[tuple[ParameterPlace, ParameterPlace]] = []  # of one parameter, which is stored once
         self.is_suspect = False  # whether one of them has got a part
 
     def check(self) -> None:
         """
         Raises:
-            StoredWeightError: a module has other parts.
+            StoredWeightError: a module has other parts, or layers that had one weight have two.
         """
         for module, before in self.parts.items():
             if (now := self._parts_of(module)) != before:
@@ -120,6 +121,14 @@ class FollowedModules:
                 raise StoredWeightError(
                     f"{name} of a {type(module).__name__} is not what it was when a view of the model was made, expected the"
                     " same modules, parameters and merged adapters, as the view has copied them; call"
+                    " te_inductor.rollout(model) again"
+                )
+        for places in self.tied:
+            one, other = (place.held[place.name] for place in places)
+            if one is not other and one.data_ptr() != other.data_ptr():
+                raise StoredWeightError(
+                    f"{places[0].name} {list(one.shape)} was one parameter with {places[1].name} of another layer when a"
+                    " view of the model was made, expected it to be, as both are stored as one; call"
                     " te_inductor.rollout(model) again"
                 )
         self.is_suspect = False
