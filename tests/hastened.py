@@ -5,8 +5,10 @@ Generated C++ is compiled without optimization, which takes a third of the time:
 allows the compiler no arithmetic but IEEE's, so that results have the same bits. `--whole`, as in `make test-all`,
 compiles it as users do: a fault of the compiler's own shows there (docs/ledger/tests.md has one).
 
-Guards are timed with the processor's caches flushed, 24 ms a graph. Each graph is printed several times, and each fake
-mode reads the sources of its stack. Who sets TORCH_LOGS or TORCH_TRACE gets all of that.
+Guards are timed with the processor's caches flushed, 24 ms a graph, and each says which line made it. Each graph is
+printed several times, and each fake mode reads the sources of its stack. So does each seed, for three kinds of devices
+that are not there, which was most of what an empty test cost. Each compile writes all options down as JSON. Who sets
+TORCH_LOGS or TORCH_TRACE gets all of that.
 
 Inductor makes its one handler of dtypes anew for each op that it writes. For C++ it asks sympy to simplify each index,
 50 ms of it, also the sums of products in which nothing is to be simplified.
@@ -20,6 +22,8 @@ from typing import Any
 from unittest import mock
 
 WHOLE = "WHOLE_TESTS"  # is set under `--whole`, also for the processes of tests
+
+OPTIONS = ("get_dynamo_config", "scrubbed_inductor_config", "compiler_config", "functorch_config")  # dumped each compile
 
 
 def patches() -> list[Any]:
@@ -40,8 +44,8 @@ def _without_optimization() -> Any:
 
 
 def _without_logs() -> list[Any]:
-    from torch import fx
-    from torch._dynamo import guards
+    from torch import cuda, fx, mtia, xpu
+    from torch._dynamo import guards, utils
     from torch._inductor import sizevars
     from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
     from torch._subclasses import fake_tensor
@@ -62,8 +66,16 @@ def _without_logs() -> list[Any]:
 
         return simplify_index_in_vec_range
 
-    without_stacks = SimpleNamespace(extract_stack=traceback.StackSummary, format_list=traceback.format_list)
+    def unwritten(_: Any) -> Any:
+        return lambda: None
+
+    without_stacks = SimpleNamespace(
+        extract_stack=traceback.StackSummary, format_list=traceback.format_list, format_stack=list
+    )
     replacements: list[tuple[Any, str, Any]] = [
+        *((device, "traceback", lambda _: without_stacks) for device in (cuda, mtia, xpu)),
+        *((utils, f"_{name}_for_logging", unwritten) for name in OPTIONS),
+        (guards, "get_verbose_code_part", lambda _: lambda code_part, guard: code_part),
         (guards, "profile_guard_manager", lambda _: lambda *arguments: 0.0),
         (fx.GraphModule, "print_readable", printed),
         (fake_tensor, "traceback", lambda _: without_stacks),
