@@ -21,9 +21,11 @@ def compile_fx(
 ) -> Callable[..., Any]:
     """Stands in the place of `te_inductor.compat.compile_fx`; `see` is shown the forward's graph and the backward's, and
     `around` makes another compiler of the one that runs them. With Inductor's `decompositions` these are made of the
-    operators that passes know."""
+    operators that passes know. Modules of graphs write their code when it is asked for, as under Inductor."""
+    from torch._dynamo import config
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         for place in ("joint_custom_pre_pass", "joint_custom_post_pass"):
@@ -41,7 +43,8 @@ def compile_fx(
         keep_inference_input_mutations=True,
         decompositions=decompositions,
     )
-    return compiler(gm, inputs)
+    with _use_lazy_graph_module(config.use_lazy_graph_module):
+        return compiler(gm, inputs)
 
 
 def run_rewritten(gm: fx.GraphModule, *_: Any) -> Callable[..., Any]:
