@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -203,20 +202,13 @@ def test_products_of_activations_and_checkpointed_graphs_are_no_eager_layers():
     assert {site.kernel for site in assert_low_precision(compiled(Model()), X).sites} == {"inductor"}
 
 
-@pytest.fixture
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.device_mesh.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
-def test_what_fsdps_hooks_keep_from_dynamo(mesh):
+def test_what_fsdps_hooks_keep_from_dynamo(one_rank):
     """Dynamo traces no hook of FSDP2, and so compiles the frames between: none of the head, a module of torch's own."""
     model = Broken(in_loop=False)
     model.forward = lambda x: model.head(model.body(x))
     model.body = Block(*model.body)
     for part in (model.body, model.head):
-        fully_shard(part, mesh=mesh)
+        fully_shard(part, mesh=one_rank)
     report = explain(model, X)
     assert [site.fqn for site in report.fallbacks] == ["head"] and report.flops.low * 7 == report.flops.total * 4
     with pytest.raises(FallbackError, match=f"{UNREACHED[:20]}.*: head\n"):

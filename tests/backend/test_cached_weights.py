@@ -13,7 +13,6 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import distributed as dist
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
@@ -277,13 +276,6 @@ def test_blocks_of_one_graph(casts):
         for run, other in zip(runs, others, strict=True):
             assert torch.equal(run(x), other(x))
     assert len(casts) == 6
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore::te_inductor.errors.FallbackWarning")

@@ -7,7 +7,6 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
@@ -17,10 +16,9 @@ from te_inductor import backward_dw, config, explain
 from te_inductor.errors import DeferredWgradError, FallbackWarning, MainGradError
 from te_inductor.lowerings.gemm import weight_grads as lowering
 from te_inductor.runtime.gradients import deferred_wgrads
-from tests.backend.delayed_programs import checkpointed
 from tests.eager import quantized
 from tests.recipes import NAMES
-from tests.support.main_grads import te, with_totals
+from tests.support.main_grads import MODELS, Pair, te, with_totals
 from tests.support.trained import Attention, mlp
 
 pytestmark = pytest.mark.usefixtures("without_tracing")
@@ -33,39 +31,6 @@ def nothing_waits():
     assert not deferred_wgrads._waiting(None)
 
 
-class Pair:
-    """A model whose weight gradients wait, and one where the backward computes them."""
-
-    def __init__(self, model: nn.Module, **options) -> None:
-        self.model, self.twin = model, copy.deepcopy(model)
-        self.run, self.plain = te(self.model, wgrad="deferred", **options), te(self.twin, **options)
-
-    def forward(self, *shape: int) -> tuple:
-        x = torch.randn(shape or (8, 32))
-        xs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
-        return xs, [self.run(xs[0]), self.plain(xs[1])]
-
-    def backward(self, xs, ys, **options) -> None:
-        """What is needed first is there at once."""
-        dy = torch.randn_like(ys[0])
-        for x, y in zip(xs, ys, strict=True):
-            x.grad = None
-            y.backward(dy, **options)
-        assert torch.equal(*ys) and torch.equal(xs[0].grad, xs[1].grad)
-
-    def check(self) -> None:
-        for p, other in zip(self.model.parameters(), self.twin.parameters(), strict=True):
-            assert (p.grad is None) == (other.grad is None)
-            assert p.grad is None or (p.grad.dtype == p.dtype and torch.equal(p.grad, other.grad))
-
-
-MODELS = {
-    "mlp": (mlp, 2, (8, 32)),
-    "merged": (Attention, 2, (2, 4, 32)),
-    "checkpoint": (checkpointed, 2, (8, 32)),
-}
-
-
 @pytest.mark.traced
 @pytest.mark.quick(
     "mlp-{}", "merged-{'recipe': 'delayed', 'weights': 'once'}", "checkpoint-{'recipe': 'delayed', 'weights': 'once'}"
@@ -73,7 +38,7 @@ MODELS = {
 @pytest.mark.parametrize("options", [{}, {"recipe": "delayed", "weights": "once"}], ids=str)
 @pytest.mark.parametrize("make, gemms, shape", MODELS.values(), ids=MODELS.keys())
 def test_one_step(make, gemms, shape, options):
-    pair = Pair(make(), **options)
+    pair = Pair(make(), "deferred", **options)
     for _ in range(2):
         pair.backward(*pair.forward(*shape))
         assert backward_dw(pair.run) == gemms and backward_dw(pair.run) == 0
@@ -84,7 +49,7 @@ def test_one_step(make, gemms, shape, options):
 @pytest.mark.parametrize("recipe", NAMES)
 def test_recipes(recipe, one_seed):
     model = nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128, bias=False))
-    pair = Pair(model, policy={"*": recipe}, fallback="silent")
+    pair = Pair(model, "deferred", policy={"*": recipe}, fallback="silent")
     pair.backward(*pair.forward(24, 128))
     assert backward_dw() == 2
     pair.check()
@@ -92,7 +57,7 @@ def test_recipes(recipe, one_seed):
 
 def test_microbatches_in_flight():
     """1F1B with two forwards ahead; wgrads of one microbatch at a time, in the order of the backwards."""
-    pair = Pair(mlp())
+    pair = Pair(mlp(), "deferred")
     steps = [pair.forward() for _ in range(3)]
     pair.backward(*steps[0])
     first = pair.twin[0].weight.grad.clone()
@@ -109,7 +74,7 @@ def test_microbatches_in_flight():
 
 
 def test_parts_of_a_model_and_their_order():
-    pair = Pair(mlp())
+    pair = Pair(mlp(), "deferred")
     pair.backward(*pair.forward())
     assert backward_dw(pair.model[2]) == 1
     assert pair.model[0].weight.grad is None and torch.equal(pair.model[2].weight.grad, pair.twin[2].weight.grad)
@@ -127,7 +92,7 @@ def chain(depth: int = 3) -> nn.Sequential:
 @pytest.mark.codegen
 def test_compiled_memory_is_not_written_again(no_caches):
     """Inductor hands the memory of what has been read last to the next tensor of the size; not of these."""
-    pair = Pair(chain())
+    pair = Pair(chain(), "deferred")
     for _ in range(2):
         pair.backward(*pair.forward(32, 32))
     backward_dw()
@@ -176,7 +141,7 @@ def test_a_lowering_that_fails_copies(monkeypatch, no_caches):
 def test_retain_graph_and_frozen_weights():
     model = mlp()
     model[0].weight.requires_grad_(False)
-    pair = Pair(model)
+    pair = Pair(model, "deferred")
     with torch._functorch.config.patch(donated_buffer=False):
         step = pair.forward()
         pair.backward(*step, retain_graph=True)
@@ -192,7 +157,7 @@ def test_retain_graph_and_frozen_weights():
 
 def test_only_what_a_backward_accumulates_into():
     """It does as autograd itself: torch.autograd.grad accumulates nothing, a backward with `inputs` into those."""
-    pair = Pair(Attention())
+    pair = Pair(Attention(), "deferred")
     xs, ys = pair.forward(2, 4, 32)
     torch.autograd.grad(ys[0].sum(), xs[0])
     xs, ys = pair.forward(2, 4, 32)
@@ -269,13 +234,6 @@ def test_hooks_see_no_gradient(wgrad):
     assert len(seen) == 2 and layer.weight.main_grad.any()
 
 
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("wgrad", ["deferred", "main_grad"])
 def test_not_under_ddp(wgrad, one_rank):
     """DDP would average gradients that are not there."""
@@ -305,7 +263,7 @@ def test_a_model_that_is_wrapped_later_is_compiled_anew(wgrad, one_rank):
 
 def test_a_schedule_of_pytorch(one_rank):
     """A pipeline of one stage. (Of several, the schedule asks torch.autograd.grad about shapes before it begins.)"""
-    pair = Pair(mlp())
+    pair = Pair(mlp(), "deferred")
     x, target = torch.randn(32, 32), torch.randn(32, 32)
     for run in (pair.run, pair.plain):
         stage = PipelineStage(run, 0, 1, torch.device("cpu"))

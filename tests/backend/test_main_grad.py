@@ -1,7 +1,5 @@
 """Weight gradients that the backward adds to `main_grad` in fp32: options={"wgrad": "main_grad"}."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -10,46 +8,10 @@ from torch._functorch import config as functorch
 
 from te_inductor import explain
 from te_inductor.errors import FallbackWarning, MainGradError, OptionError
-from tests.backend.delayed_programs import checkpointed
-from tests.support.main_grads import te, with_totals
-from tests.support.trained import Attention, mlp
+from tests.support.main_grads import MODELS, Pair, te, with_totals
+from tests.support.trained import mlp
 
 pytestmark = pytest.mark.usefixtures("without_tracing")
-
-
-class Pair:
-    """An fp32 model whose gradients go to main_grad, and one whose `grad` adds up the same fp32 numbers."""
-
-    def __init__(self, model: nn.Module, **options) -> None:
-        self.twin = copy.deepcopy(model)
-        self.model = with_totals(model)
-        self.run, self.plain = te(self.model, wgrad="main_grad", **options), te(self.twin, **options)
-
-    def __call__(self, *shape: int) -> tuple:
-        x = torch.randn(shape or (8, 32))
-        xs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
-        ys = [self.run(xs[0]), self.plain(xs[1])]
-        assert torch.equal(*ys)
-        return xs, ys
-
-    def backward(self, xs, ys, **options) -> None:
-        dy = torch.randn_like(ys[0])
-        for x, y in zip(xs, ys, strict=True):
-            x.grad = None
-            y.backward(dy, **options)
-        assert torch.equal(xs[0].grad, xs[1].grad)
-        for p, other in zip(self.model.parameters(), self.twin.parameters(), strict=True):
-            if hasattr(p, "main_grad"):
-                assert p.grad is None and torch.equal(p.main_grad, other.grad)
-            else:
-                assert torch.equal(p.grad, other.grad)
-
-
-MODELS = {
-    "mlp": mlp,
-    "merged": Attention,
-    "checkpoint": checkpointed,
-}
 
 
 @pytest.mark.traced
@@ -57,27 +19,31 @@ MODELS = {
     "mlp-{}", "merged-{'recipe': 'delayed', 'weights': 'once'}", "checkpoint-{'recipe': 'delayed', 'weights': 'once'}"
 )
 @pytest.mark.parametrize("options", [{}, {"recipe": "delayed", "weights": "once"}], ids=str)
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
-def test_microbatches_add_up(make, options):
+@pytest.mark.parametrize("make, _, shape", MODELS.values(), ids=MODELS.keys())
+def test_microbatches_add_up(make, _, shape, options):
     """The same sums of the same products, bit for bit; two microbatches in flight, then zeroed in between."""
-    pair = Pair(make(), **options)
-    shape = (2, 4, 32) if make is Attention else (8, 32)
-    first = pair(*shape)
+    pair = Pair(make(), "main_grad", **options)
+    first = pair.forward(*shape)
     assert all(p.grad_added_to_main_grad for p in pair.model.parameters() if hasattr(p, "main_grad"))
     if options:  # uncompiled, delayed scaling's state suffers no two
         pair.backward(*first)
-        pair.backward(*pair(*shape))
+        pair.check()
+        pair.backward(*pair.forward(*shape))
+        pair.check()
     else:
-        second = pair(*shape)
+        second = pair.forward(*shape)
         pair.backward(*first)
+        pair.check()
         pair.backward(*second)
-    third = pair(*shape)
+        pair.check()
+    third = pair.forward(*shape)
     for p in pair.model.parameters():
         p.grad = None
         if hasattr(p, "main_grad"):
             p.main_grad.zero_()
     pair.twin.zero_grad()
     pair.backward(*third)
+    pair.check()
 
 
 @pytest.mark.quick("rowwise", "mxfp8")
@@ -86,12 +52,14 @@ def test_recipes(recipe, request):
     """Recipes add to totals; by Inductor's own code also twice through one backward."""
     twice = request.node.get_closest_marker("codegen") is not None
     model = nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128, bias=False))
-    pair = Pair(model, policy={"*": recipe}, fallback="silent")
+    pair = Pair(model, "main_grad", policy={"*": recipe}, fallback="silent")
     with functorch.patch(donated_buffer=False):
-        step = pair(8, 128)
+        step = pair.forward(8, 128)
         pair.backward(*step, retain_graph=twice)
+        pair.check()
         if twice:
             pair.backward(*step)
+            pair.check()
 
 
 def test_bf16_sums_in_fp32():

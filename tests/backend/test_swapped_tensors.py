@@ -7,9 +7,7 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -92,13 +90,6 @@ def test_stored_weights(recipe, cast):
         assert torch.equal(run(x), torch.compile(moved, backend=te_inductor.te)(x))
         if cast == "half":
             assert torch.allclose(run(x).float(), before, atol=0.05) and run(x).dtype == torch.float16
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def test_dtensors(one_rank):
