@@ -25,6 +25,13 @@ def compile_every_size():
         yield
 
 
+@pytest.fixture
+def many_graphs():
+    """Prompts of few rows and of many, one row and several, of each batch: more than torch's limit."""
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield
+
+
 def pytest_collection_modifyitems(items):
     here = Path(__file__).parent
     capable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)

@@ -17,29 +17,18 @@ from torch import Tensor, nn
 import te_inductor
 from te_inductor.kernels.grouped_mm import FEW, FEW_EACH
 from te_inductor.ops.stored_experts import StoredExperts, store
-from te_inductor.ops.stored_weight import StoredWeight
 from te_inductor.recipes import resolve
+from tests.support import generation
 from tests.support.format_errors import FORWARD, SLACK
+from tests.support.generation import LAYERS, OPTIONS, TAIL, VOCABULARY
 
 transformers = pytest.importorskip("transformers")
 
-LAYERS, HIDDEN, VOCABULARY, EXPERTS, EACH = 2, 512, 1024, 16, 4
+EXPERTS, EACH = 16, 4
 GEMMS = 2 * LAYERS  # products with experts, one behind the other
-TAIL = 6.0  # standard deviations that no logit exceeds
-STEPS = 4
 PROMPTS = ((1, 128), (1, 5), (1, 1), (8, 128), (8, 1))  # batch, tokens: many rows and few, one and several
-OPTIONS = {"recipe": "none", "fallback": "error"}
 RECIPES = ("nvfp4_weight_only", "rowwise")
 recipes = pytest.mark.parametrize("recipe", RECIPES)
-GENERATE = {
-    "max_new_tokens": STEPS,
-    "min_new_tokens": STEPS,
-    "do_sample": False,
-    "pad_token_id": 0,
-    "cache_implementation": "static",
-    "output_logits": True,
-    "return_dict_in_generate": True,
-}
 
 
 # ---- products
@@ -153,27 +142,15 @@ def test_nothing_waits_for_the_host(recipe):
 
 def qwen(device: str, dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=1024,
-        moe_intermediate_size=384,
-        num_experts=EXPERTS,
-        num_experts_per_tok=EACH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=1024,
-        initializer_range=HIDDEN**-0.5,
-        tie_word_embeddings=False,
-        attn_implementation="sdpa",
-    )
-    return transformers.Qwen3MoeForCausalLM(config).to(device, dtype).eval().requires_grad_(False)
+    sizes = {"moe_intermediate_size": 384, "num_experts": EXPERTS, "num_experts_per_tok": EACH, "head_dim": 64}
+    model = transformers.Qwen3MoeForCausalLM(generation.config_of(transformers.Qwen3MoeConfig, **sizes))
+    return model.to(device, dtype).eval().requires_grad_(False)
 
 
-class Models:
-    """One model three times: with stored experts, with what they stand for in bf16, and in float64."""
+class Models(generation.Models):
+    """Models with stored experts."""
+
+    each = EACH
 
     def __init__(self, recipe: str, device: str = "cuda") -> None:
         transformers.logging.set_verbosity_error()
@@ -183,25 +160,9 @@ class Models:
         assert sum(isinstance(one, StoredExperts) for one in self.stored.parameters()) == 2 * LAYERS
         self.plain, self.exact = qwen(device, torch.bfloat16), qwen(device, torch.float64)
         self.exact.set_experts_implementation("eager")
-        for model in (self.plain, self.exact):
-            for name, parameter in model.named_parameters():
-                weight = self.stored.get_parameter(name)
-                parameter.copy_(weight.dequantize() if isinstance(weight, StoredWeight) else weight)
-
-    def prompt(self, batch: int, length: int) -> Tensor:
-        generator = torch.Generator().manual_seed(100 * batch + length)
-        return torch.randint(1, VOCABULARY, (batch, length), generator=generator).to(self.device)
-
-    def generated(self, batch: int, length: int, **options: object) -> None:
-        prompt = self.prompt(batch, length)
-        out = self.stored.generate(prompt, attention_mask=torch.ones_like(prompt), **GENERATE, **options)
-        logits = torch.stack(out.logits, 1)
-        assert out.sequences.shape == (batch, length + STEPS) and torch.equal(out.sequences[:, :length], prompt)
-        assert torch.equal(logits.argmax(-1), out.sequences[:, length:])
-        self.check(logits, out.sequences, batch * length * EACH)
+        self.restore(self.plain, self.exact)
 
     def check(self, logits: Tensor, tokens: Tensor, rows: int) -> None:
-        """Checks the last positions of these tokens, where `rows` rows met the experts at a time, at most."""
         places = slice(-logits.shape[1] - 1, -1)
         exact, plain = (model(tokens, use_cache=False).logits[:, places].double() for model in (self.exact, self.plain))
         assert logits.isfinite().all()
@@ -216,13 +177,6 @@ class Models:
         assert (gap <= 2 * TAIL * rms)[near].all(), (self.recipe, tuple(tokens.shape))
 
 
-@pytest.fixture
-def many_graphs():
-    """Prompts of few rows and of many, one row and several, of each batch: more than torch's limit."""
-    with torch._dynamo.config.patch(recompile_limit=64):
-        yield
-
-
 @recipes
 @torch.no_grad()
 def test_prompts_and_generation(recipe, many_graphs):
@@ -230,7 +184,7 @@ def test_prompts_and_generation(recipe, many_graphs):
     models = Models(recipe)
     models.stored.forward = torch.compile(models.stored.forward, backend="te", dynamic=True, options=OPTIONS)
     for batch, length in PROMPTS:
-        models.generated(batch, length, disable_compile=True)
+        models.generated(batch, length, disable_compile=True, cache_implementation="static")
 
 
 @recipes
@@ -242,4 +196,4 @@ def test_generate_compiles_by_itself(mode, recipe, many_graphs):
     options = OPTIONS | ({"mode": mode} if mode != "default" else {})
     config = transformers.CompileConfig(backend="te", mode=None, options=options, fullgraph=False, dynamic=False)
     for batch, length in PROMPTS:
-        models.generated(batch, length, compile_config=config)
+        models.generated(batch, length, compile_config=config, cache_implementation="static")

@@ -18,71 +18,38 @@ from torch import Tensor, nn
 
 import te_inductor
 from te_inductor.kernels.nvfp4_linear import FEW_ROWS
+from tests.support import generation
 from tests.support.format_errors import FORWARD, SLACK
+from tests.support.generation import LAYERS, OPTIONS, STEPS, TAIL
 
 transformers = pytest.importorskip("transformers")
 
-LAYERS, HIDDEN, VOCABULARY = 2, 512, 1024
 GEMMS = 4 * LAYERS + 1  # one behind the other: qkv, o, gate and up, down; the head
-TAIL = 6.0  # standard deviations that no logit exceeds
-STEPS = 4
 PROMPTS = (600, 300, 128, 5, 1)
 # The cases by head: the batches and prompts whose logits are compared whole, and those behind which tokens are
 # generated. The layers below a head in high precision are those of the others: it has a prompt of many rows, and one of
 # few, a batch.
 EVERY = [(1, 600), (1, 300), (8, 128), (8, 5), (1, 1)], [(batch, length) for batch in (1, 8) for length in PROMPTS]
 HEADS = {"nvfp4_weight_only": EVERY, "rowwise": EVERY, "none": ([(1, 300)], [(1, 600), (1, 5), (8, 128), (8, 1)])}
-OPTIONS = {"recipe": "none", "fallback": "error"}
-GENERATE = {
-    "max_new_tokens": STEPS,
-    "min_new_tokens": STEPS,
-    "do_sample": False,
-    "pad_token_id": 0,
-    "output_logits": True,
-    "return_dict_in_generate": True,
-}
 
 
 def llama(device: str, dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=1024,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=1024,
-        initializer_range=HIDDEN**-0.5,
-        tie_word_embeddings=False,
-        attn_implementation="sdpa",
-    )
-    return transformers.LlamaForCausalLM(config).to(device, dtype).eval().requires_grad_(False)
+    model = transformers.LlamaForCausalLM(generation.config_of(transformers.LlamaConfig))
+    return model.to(device, dtype).eval().requires_grad_(False)
 
 
-class Models:
-    """One model three times: with stored weights, in bf16, and in float64."""
+class Models(generation.Models):
+    """Llamas with stored weights in all layers."""
 
     def __init__(self, head: str, device: str = "cuda", body: str = "nvfp4_weight_only") -> None:
         transformers.logging.set_verbosity_error()
         self.head, self.body, self.device = head, body, device
         self.stored = te_inductor.quantize_(llama(device, torch.bfloat16), body, policy={"lm_head": head})
         self.plain, self.exact = llama(device, torch.bfloat16), llama(device, torch.float64)
-        with torch.no_grad():
-            for model in (self.plain, self.exact):
-                for name, parameter in model.named_parameters():
-                    weight = self.stored.get_parameter(name)
-                    if isinstance(weight, te_inductor.ops.stored_weight.StoredWeight):
-                        weight = weight.dequantize()
-                    parameter.copy_(weight)
-
-    def prompt(self, batch: int, length: int) -> Tensor:
-        generator = torch.Generator().manual_seed(100 * batch + length)
-        return torch.randint(1, VOCABULARY, (batch, length), generator=generator).to(self.device)
+        self.restore(self.plain, self.exact)
 
     def check(self, logits: Tensor, tokens: Tensor, rows: int) -> None:
-        """Checks the last positions of these tokens, (B, steps, V), where at most `rows` rows of x met a weight at a
-        time."""
         places = slice(-logits.shape[1] - 1, -1) if logits.shape[1] < tokens.shape[1] else slice(None)
         exact = self.exact(tokens, use_cache=False).logits[:, places].double()
         plain = self.plain(tokens, use_cache=False).logits[:, places].double()
@@ -103,22 +70,6 @@ class Models:
     def cache(self) -> object:
         """A cache of one length for all prompts, as code is compiled for each length of a cache."""
         return transformers.StaticCache(config=self.stored.config, max_cache_len=max(PROMPTS) + STEPS)
-
-    def generated(self, batch: int, length: int, **options: object) -> None:
-        prompt = self.prompt(batch, length)
-        mask = torch.ones_like(prompt)
-        out = self.stored.generate(prompt, attention_mask=mask, **GENERATE, **options)
-        logits = torch.stack(out.logits, 1)
-        assert out.sequences.shape == (batch, length + STEPS) and torch.equal(out.sequences[:, :length], prompt)
-        assert torch.equal(logits.argmax(-1), out.sequences[:, length:])
-        self.check(logits, out.sequences, batch * length)
-
-
-@pytest.fixture
-def many_graphs():
-    """Prompts of few rows and of many, one row and several, of each batch: more than torch's limit."""
-    with torch._dynamo.config.patch(recompile_limit=64):
-        yield
 
 
 @pytest.mark.parametrize("head", HEADS)
