@@ -10,20 +10,17 @@ program: padded on both sides, and not padded. So an output or a gradient that i
 that was proven to be what it is not. Windows and chunks are shorter than the sequence. Exits with 1 if a class is
 wrong."""
 
-import argparse
-import json
 import signal
 import sys
 import traceback
 import warnings
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests import forked, sweep
+from tests import sweep
 
 NEAR = 8  # tokens of a window, or a chunk
 BOUND = 1e-5  # of the norm: models cast to float32, in norms
@@ -123,51 +120,25 @@ def look(name: str, kind: str, written: str) -> dict[str, Any]:
     return {"worst": worst, "lost": sorted(lost), "sites": dict(sites)}
 
 
-def apart(server: forked.Server, name: str, kind: str, written: str) -> dict[str, Any]:
-    """The same, of a process of its own."""
-    run = server.run("tests.attention_sweep", name, "--one", kind, "--written", written, timeout=sweep.SECONDS)
-    if run.returncode == -signal.SIGALRM:
-        return {"left": f"no end after {sweep.SECONDS} s"}
-    if run.returncode == -signal.SIGKILL:
-        return {"left": "killed for its memory"}
-    if run.returncode:
-        return {"error": run.stderr[-1500:]}
-    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    return found
-
-
 def is_wrong(found: dict[str, Any]) -> bool:
     return "left" not in found and bool("error" in found or found["lost"] or not found["worst"][0] <= BOUND)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="of classes; default: all")
-    parser.add_argument("--kinds", nargs="+", choices=sweep.KINDS, default=[*sweep.KINDS])
-    parser.add_argument("--written", choices=("sdpa", "eager"), default="sdpa", help="torch's function, or by hand")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.one:
-        print(json.dumps(look(args.names[0], args.one, args.written)))
-        return
-    classes = {name: kind for name, kind in sweep.known(args.kinds).items() if not args.names or name in args.names}
-    server, found, sites, of_class = forked.Server(IMPORTS), {}, Counter[str](), Counter[str]()
-    for name, kind in classes.items():
-        found[name] = one = apart(server, name, kind, args.written)
-        print(name, "WRONG" if is_wrong(one) else "left" if "left" in one else "ok", one, flush=True)
+    ends = {
+        signal.SIGALRM: {"left": f"no end after {sweep.SECONDS} s"},
+        signal.SIGKILL: {"left": "killed for its memory"},
+    }
+    given = {"choices": ("sdpa", "eager"), "default": "sdpa", "help": "torch's function, or by hand"}
+    found = sweep.swept(__doc__, "tests.attention_sweep", look, is_wrong, IMPORTS, ends, "written", 1, **given)
+    sites, of_class = Counter[str](), Counter[str]()
+    for one in found.values():
         sites.update(one.get("sites", {}))
         of_class.update(one.get("sites", {}).keys())
-        if args.json:
-            args.json.write_text(json.dumps(found, indent=1))
     print("\nsites, classes: mask | kernel | why not otherwise")
     for site, count in sites.most_common():
         print(f"{count:5}, {of_class[site]:4}: {site}")
-    wrong = [name for name, one in found.items() if is_wrong(one)]
-    print(
-        f"{sum('left' not in one for one in found.values())} of {len(classes)} classes ran, {len(wrong)} wrong:", *wrong
-    )
-    sys.exit(bool(wrong))
+    sys.exit(any(map(is_wrong, found.values())))
 
 
 if __name__ == "__main__":

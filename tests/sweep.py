@@ -210,52 +210,60 @@ def look(name: str, kind: str, recipe: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def apart(name: str, kind: str, recipe: str) -> dict[str, Any]:
-    """The same, of a process of its own."""
-    if not hasattr(THREAD, "server"):
-        THREAD.server = forked.Server(IMPORTS)
-    run = THREAD.server.run("tests.sweep", name, "--one", kind, "--recipe", recipe, timeout=SECONDS)
-    if run.returncode == -signal.SIGALRM:
-        return {"error": f"no end after {SECONDS} s"}
-    if run.returncode:
-        return {"error": run.stderr[-1500:]}
-    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    return found
-
-
 def is_wrong(found: dict[str, Any]) -> bool:
     return "left" not in found and bool(
         "error" in found or found["lost"] or found["failure"] or not found["of_bound"] <= 1
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def swept(
+    doc: str, module: str, look: Callable[[str, str, str], dict[str, Any]], is_wrong: Callable[[dict[str, Any]], bool],
+    imports: tuple[str, ...], ends: dict[int, dict[str, Any]], option: str, jobs: int, **given: Any,
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """What each class does by `look` of the command `python -m module`, in a process of its own that has the `imports`;
+    printed as it is told. `ends` has what a signal says of a class; `given` is of the command's own option."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="of classes; default: all")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
-    parser.add_argument("--recipe", default="current")
-    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument(f"--{option}", **given)
+    parser.add_argument("--jobs", type=int, default=jobs)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    value = getattr(args, option)
     if args.one:
-        print(json.dumps(look(args.names[0], args.one, args.recipe)))
-        return
+        print(json.dumps(look(args.names[0], args.one, value)))
+        sys.exit()
     classes = {name: kind for name, kind in known(args.kinds).items() if not args.names or name in args.names}
+
+    def apart(name: str) -> dict[str, Any]:
+        if not hasattr(THREAD, "server"):
+            THREAD.server = forked.Server(imports)
+        run = THREAD.server.run(module, name, "--one", classes[name], f"--{option}", value, timeout=SECONDS)
+        if run.returncode:
+            return ends.get(-run.returncode, {"error": run.stderr[-1500:]})
+        found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+        return found
+
+    found = {}
     with ThreadPoolExecutor(args.jobs) as pool:
-        results = pool.map(lambda name: apart(name, classes[name], args.recipe), classes)
-        found = {}
-        for name, result in zip(classes, results, strict=True):
+        for name, result in zip(classes, pool.map(apart, classes), strict=True):
             found[name] = result
             print(name, "WRONG" if is_wrong(result) else "left" if "left" in result else "ok", result, flush=True)
             if args.json:
                 args.json.write_text(json.dumps(found, indent=1))
-    ran = {name: one for name, one in found.items() if "left" not in one}
-    wrong = [name for name, one in ran.items() if is_wrong(one)]
-    high = [name for name, one in ran.items() if one.get("low") == 0]
-    print(f"{len(ran)} of {len(classes)} classes ran, {len(wrong)} wrong: {', '.join(wrong)}")
+    wrong = [name for name, one in found.items() if is_wrong(one)]
+    ran = sum("left" not in one for one in found.values())
+    print(f"{ran} of {len(classes)} classes ran, {len(wrong)} wrong: {', '.join(wrong)}")
+    return found
+
+
+def main() -> None:
+    ends = {signal.SIGALRM: {"error": f"no end after {SECONDS} s"}}
+    found = swept(__doc__, "tests.sweep", look, is_wrong, IMPORTS, ends, "recipe", 2, default="current")
+    high = [name for name, one in found.items() if one.get("low") == 0]
     print(f"without a layer in low precision: {', '.join(high) or 'none'}")
-    sys.exit(bool(wrong))
+    sys.exit(any(map(is_wrong, found.values())))
 
 
 if __name__ == "__main__":
