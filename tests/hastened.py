@@ -23,7 +23,7 @@ from unittest import mock
 
 WHOLE = "WHOLE_TESTS"  # is set under `--whole`, also for the processes of tests
 
-OPTIONS = ("get_dynamo_config", "scrubbed_inductor_config", "compiler_config", "functorch_config")  # dumped each compile
+OPTIONS = ("get_dynamo_config", "scrubbed_inductor_config", "compiler_config", "functorch_config")
 
 
 def patches() -> list[Any]:
