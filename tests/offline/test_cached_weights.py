@@ -11,7 +11,8 @@ from te_inductor.recipes import Quantizer
 from te_inductor.templates.triton import cached_weights, casting
 from te_inductor.templates.triton.cached_microscaled_kernels import cached_weights_cast_microscaled
 from tests.offline.harness import INTERPRETER, assert_words, generate
-from tests.support.cuda_code import spilled, triton
+from tests.support import cuda_code
+from tests.support.cuda_code import spilled
 
 
 @pytest.mark.thorough
@@ -21,27 +22,16 @@ def test_interpreted():
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def compiled(kernel, constants: dict, warps: int, capability: int, registers: int | None = None):
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+TYPES = {
+    "programs": "*i32", "amax": "*i32", "amaxes": "*i32", "stale": "*i32", "chunks": "i32",
+    "scale": "*fp32", "scales": "*fp32",
+}  # fmt: skip
 
-    tables = {
-        "programs": "*i32",
-        "amax": "*i32",
-        "amaxes": "*i32",
-        "stale": "*i32",
-        "chunks": "i32",
-        "scale": "*fp32",
-        "scales": "*fp32",
-    }
-    places = {name: (place,) for place, name in enumerate(kernel.arg_names)}
-    signature = {name: "constexpr" if name in constants else tables.get(name, "*i64") for name in places}
-    aligned = {place: [["tt.divisibility", 16]] for name, place in places.items() if name not in constants}
-    source = ASTSource(
-        fn=kernel, signature=signature, constexprs={places[k]: v for k, v in constants.items()}, attrs=aligned
-    )
+
+def compiled(kernel, constants: dict, warps: int, capability: int, registers: int | None = None):
+    types = {name: TYPES.get(name, "*i64") for name in kernel.arg_names}
     options = {"num_warps": warps, "maxnreg": registers}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return cuda_code.compiled(kernel, constants, types, options, ("chunks",), capability)
 
 
 TILE = {"INPUT": tl.bfloat16, "TILE": cached_weights.TILE, "ALIGNED": True}

@@ -7,7 +7,7 @@ import torch
 
 from te_inductor.recipes import Quantizer
 from tests.offline.harness import INTERPRETER, generate
-from tests.support.cuda_code import spilled
+from tests.support.cuda_code import compiled, spilled
 
 triton = pytest.importorskip("triton")
 
@@ -23,19 +23,6 @@ M, T, DIM, HIDDEN, EXPERTS = 131072, 16384, 2048, 768, 128  # of tests/offline/c
 def test_interpreted(which):
     done = INTERPRETER.run("tests.offline.grouped_casts", which)
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-def compiled(kernel, constants: dict, types: dict, multiples: set, options: dict):
-    """Compiles for sm_90; `multiples` of 16."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    places = {name: (place,) for place, name in enumerate(kernel.arg_names)}
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in places}
-    aligned = {places[name]: [["tt.divisibility", 16]] for name in multiples}
-    known = {places[name]: value for name, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=known, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 MODES = {  # what a tile is multiplied with, whether rows are gathered, columns of a tile
@@ -61,8 +48,8 @@ def test_cubins(name):
     }  # fmt: skip
     types = {"source": "*i32", "tile_groups": "*i32", "scale": "*fp32"}
     types |= {"x": "*u8", "out": "*u8"} if of_bytes else {"x": "*bf16", "out": "*fp8e4nv"}
-    multiples = {"wide", "stride_e", "stride_r", "leading", *types}
-    made = compiled(kernel, constants, types, multiples, {"num_warps": 8 if mode == kernels.SQUARE else 4})
+    multiples = {"wide", "stride_e", "stride_r", "leading"}
+    made = compiled(kernel, constants, types, {"num_warps": 8 if mode == kernels.SQUARE else 4}, multiples)
     ptx = made.asm["ptx"]
     assert spilled(made) == 0
     assert "ld.global.v4.b32" in ptx and "ldmatrix.sync.aligned.m8n8.x4.trans" in ptx
@@ -80,10 +67,10 @@ def test_cubins_of_rows(columns):
         "SCALING": casting.scaling(Quantizer("e4m3", scope="row"), torch.bfloat16),
     }  # fmt: skip
     types = {"x": "*bf16", "out": "*fp8e4nv", "scale_inv": "*fp32", "amax": "*i32"}
-    multiples = {"wide", "stride_e", "stride_r", "leading", *types}
+    multiples = {"wide", "stride_e", "stride_r", "leading"}
     warps = constants["ROWS"] * block // config.of_warp
     options = {"num_warps": warps, "maxnreg": config.registers}
-    made = compiled(experts_rows._rows_kernel, constants, types, multiples, options)
+    made = compiled(experts_rows._rows_kernel, constants, types, options, multiples)
     ptx = made.asm["ptx"]
     assert spilled(made) == 0 and "ld.global.v4.b32" in ptx and "cvt.rn.satfinite.e4m3x2.f32" in ptx
     assert {"b8", "b16"}.isdisjoint(re.findall(r"st\.global\.(\S+)", ptx)) and re.search(r"(atom|red)\.\S*max", ptx)
@@ -96,8 +83,8 @@ def test_cubin_of_strips():
         "SCALING": casting.scaling(Quantizer("e4m3", scope="row"), torch.bfloat16),
     }  # fmt: skip
     types = {"x": "*bf16", "source": "*i32", "starts": "*i32", "scale_inv": "*fp32", "out": "*fp8e4nv"}
-    multiples = {"wide", "stride_r", "leading", *types}
-    made = compiled(group_strips._strips_kernel, constants, types, multiples, {"num_warps": group_strips._WARPS})
+    multiples = {"wide", "stride_r", "leading"}
+    made = compiled(group_strips._strips_kernel, constants, types, {"num_warps": group_strips._WARPS}, multiples)
     ptx = made.asm["ptx"]
     assert spilled(made) == 0 and "cvt.rn.satfinite.e4m3x2.f32" in ptx
     assert "ld.global.v4.b32" in ptx and "ldmatrix.sync.aligned.m8n8.x4.trans" in ptx

@@ -55,8 +55,8 @@ def disassembled(cubin: bytes, folder) -> list[str]:
     ]
 
 
-def compiled(function, constants, types, options, multiples=("N",)):
-    """Compiles for sm_90, pointers and `multiples` of 16 aligned."""
+def compiled(function, constants, types, options, multiples=("N",), capability=90):
+    """Compiles with pointers, and `multiples` of 16, aligned."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -65,10 +65,12 @@ def compiled(function, constants, types, options, multiples=("N",)):
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in places}
     pointers = [name for name, kind in types.items() if kind.startswith("*")]
     aligned = {
-        places[name]: [["tt.divisibility", 16]] for name in (*pointers, *multiples) if signature[name] != "constexpr"
+        places[name]: [["tt.divisibility", 16]]
+        for name in (*pointers, *multiples)
+        if signature.get(name, "constexpr") != "constexpr"
     }
     kind = GluonASTSource if function.is_gluon() else ASTSource
     source = kind(
         fn=function, signature=signature, constexprs={places[k]: v for k, v in constants.items()}, attrs=aligned
     )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
