@@ -13,7 +13,7 @@ from te_inductor.recipes.formats import SCOPES
 from tests.bounds import assert_same_values, assert_within, gemm_error, magnitudes_of, scales_of, values_of
 from tests.oracle import casts, microscaling
 from tests.support.contents import CONTENTS
-from tests.support.gpu_ops import SIZES, relative
+from tests.support.gpu_ops import SIZES, check_linear
 from tests.support.microscaled_casts import PAIRS, QUANTIZERS, STOCHASTIC, amaxes, check, check_both, gemm_of
 from tests.support.nvfp4_casts import QUANTIZERS as CHOSEN
 from tests.support.nvfp4_casts import check_rows, copies_of_rows, factors_of_rows
@@ -115,25 +115,9 @@ def test_products(scopes, run):
 @pytest.mark.parametrize("mode", [None, "reduce-overhead", "max-autotune-no-cudagraphs"])
 @recipes
 def test_a_linear_layer_and_its_gradients(recipe, mode, one_seed):
-    """Nothing fuses in front, so that the casts see the oracle's values."""
+    options = {"recipe": recipe, "fallback": "silent"} | ({"mode": mode} if mode else {})
     for dtype in (torch.bfloat16, torch.float16, torch.float32) if mode is None else (torch.bfloat16,):
-        torch._dynamo.reset()
-        layer = nn.Linear(144, 80, device="cuda", dtype=dtype)
-        x = torch.randn(70, 144, device="cuda", dtype=dtype, requires_grad=True)
-        dy = torch.randn(70, 80, device="cuda", dtype=dtype)
-        options = {"recipe": recipe, "fallback": "silent"} | ({"mode": mode} if mode else {})
-        compiled = torch.compile(layer, backend="te", options=options, fullgraph=True)
-        for _ in range(3):  # CUDA graphs: warm-up, record, replay
-            torch.compiler.cudagraph_mark_step_begin()
-            layer.zero_grad()
-            x.grad = None
-            y = compiled(x)
-            y.backward(dy)
-        weight, bias = layer.weight.detach().cpu(), layer.bias.detach().cpu()
-        expected = casts.linear(x.detach().cpu(), weight, bias, recipe, dy.cpu(), (5, 5))
-        results = (y, x.grad, layer.weight.grad, layer.bias.grad)
-        for name, actual, wanted in zip("y dx dw db".split(), results, expected, strict=True):
-            assert actual.dtype == dtype and relative(actual.detach(), wanted) < 0.01, (name, dtype)
+        check_linear(70, 80, 144, dtype, recipe, options, 0.01, (5, 5))
 
 
 @recipes

@@ -1,6 +1,7 @@
 """Linear layers that are written as contractions of more dimensions, as einsums, and with the parameter on the left."""
 
 import operator
+from functools import partial
 
 import pytest
 import torch
@@ -44,24 +45,28 @@ EINSUMS = {
 }
 
 
-@pytest.mark.parametrize("name", EINSUMS)
-def test_einsum(name):
-    """Every bit of the linear layer that it is, and its layout, but for that of a view."""
-    equation, linear, of_x, of_p = EINSUMS[name]
-    results, weight, x = [], torch.randn(of_p), torch.randn(of_x)
-    dy = torch.randn(torch.einsum(equation, x, weight).shape)
-    for function in (lambda x, p, b: torch.einsum(equation, x, p), lambda x, p, b: linear(x, p)):
+def same_as(function, linear, weight, x, gemms, autocast=None):
+    """Checks every bit of a product, and of its gradients, to be that of the linear layer that it is; `gemms` are those
+    of both, with their shapes where these are the same."""
+    results, dy = [], torch.randn(function(x, weight).shape)
+    for product in (function, linear):
         torch._dynamo.reset()
-        model, given = Form(function, weight.clone(), False), x.clone().requires_grad_()
-        sites = explained(model, given)
-        assert [(site.fqn, site.gemm, site.reason) for site in sites] == [
-            ("inner", gemm, None) for gemm in ("fprop", "dgrad", "wgrad")
-        ]
-        assert sites[0].shapes == (6, N, K)
-        y = torch.compile(model, backend=zoo.rewritten, fullgraph=True)(given)
-        y.backward(dy)
+        model, given = Form(lambda x, p, b: product(x, p), weight.clone(), False), x.clone().requires_grad_()  # noqa: B023
+        for site, (gemm, shapes) in zip(explained(model, given) if gemms else [], gemms.items(), strict=True):
+            assert (site.fqn, site.gemm, site.reason) == ("inner", gemm, None) and shapes in (None, site.shapes)
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            y = torch.compile(model, backend=zoo.rewritten, fullgraph=True)(given)
+        assert y.dtype == (autocast or x.dtype)
+        y.backward(dy.to(y.dtype))
         results.append((y, given.grad, model.inner.weight.grad))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", EINSUMS)
+def test_einsum(name):
+    equation, linear, of_x, of_p = EINSUMS[name]
+    gemms = {"fprop": (6, N, K), "dgrad": None, "wgrad": None}
+    same_as(partial(torch.einsum, equation), linear, torch.randn(of_p), torch.randn(of_x), gemms)
 
 
 @pytest.mark.parametrize(
@@ -126,22 +131,10 @@ def test_products_of_parameters_are_left_alone(product):
 
 
 def test_a_parameter_on_the_left_mixes_rows():
-    """Rows of each matrix of a batch are mixed, as in a gated MLP over positions: every bit of the layer over the
-    transpose."""
-    results, weight, x, dy = [], torch.randn(N, K), torch.randn(3, K, 16), torch.randn(3, N, 16)
-    for function in (lambda x, p, b: p @ x, lambda x, p, b: F.linear(x.mT, p).mT):
-        torch._dynamo.reset()
-        model, given = Form(function, weight.clone(), False), x.clone().requires_grad_()
-        sites = explained(model, given)
-        assert [(site.gemm, site.shapes, site.reason) for site in sites] == [
-            ("fprop", (48, N, K), None),
-            ("dgrad", (48, K, N), None),
-            ("wgrad", (N, K, 48), None),
-        ]
-        y = torch.compile(model, backend=zoo.rewritten, fullgraph=True)(given)
-        y.backward(dy)
-        results.append((y, given.grad, model.inner.weight.grad))
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+    """Rows of each matrix of a batch are mixed, as in a gated MLP over positions: it is the layer over the transpose."""
+    weight, x = torch.randn(N, K), torch.randn(3, K, 16)
+    gemms = {"fprop": (48, N, K), "dgrad": (48, K, N), "wgrad": (N, K, 48)}
+    same_as(lambda x, p: p @ x, lambda x, p: F.linear(x.mT, p).mT, weight, x, gemms)
 
 
 @pytest.mark.parametrize(
@@ -213,13 +206,5 @@ def test_what_stays_in_high_precision_is_as_it_was_written(high):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_einsum_under_autocast(dtype):
     """Its output is autocast's, and the gradients those of the same linear layer."""
-    results, weight, x = [], torch.randn(K, 4, 8), torch.randn(2, 3, K)
-    for function in (lambda x, p, b: torch.einsum("bsd,dhe->bshe", x, p), lambda x, p, b: EINSUMS["heads"][1](x, p)):
-        torch._dynamo.reset()
-        model, given = Form(function, weight.clone(), False), x.clone().requires_grad_()
-        with torch.autocast("cpu", dtype):
-            y = torch.compile(model, backend=zoo.rewritten, fullgraph=True)(given)
-        assert y.dtype == dtype
-        y.sum().backward()
-        results.append((y, given.grad, model.inner.weight.grad))
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+    weight, x = torch.randn(K, 4, 8), torch.randn(2, 3, K)
+    same_as(partial(torch.einsum, "bsd,dhe->bshe"), EINSUMS["heads"][1], weight, x, {}, dtype)

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 import te_inductor
+from tests.oracle import casts
 
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -52,3 +53,24 @@ def layer(recipe: str) -> tuple[nn.Module, torch.Tensor]:
     model = Mlp().to("cuda", torch.bfloat16).requires_grad_(False)
     te_inductor.quantize_(model, recipe)
     return model, torch.randn(4, 512, device="cuda", dtype=torch.bfloat16)
+
+
+def check_linear(m, n, k, dtype, recipe, options, bound, *seeds) -> None:
+    """Holds a compiled layer's output and gradients to the oracle's. Nothing fuses in front of the layer, so its casts see
+    the oracle's values."""
+    torch._dynamo.reset()
+    layer = nn.Linear(k, n, device="cuda", dtype=dtype)
+    x = torch.randn(m, k, device="cuda", dtype=dtype, requires_grad=True)
+    dy = torch.randn(m, n, device="cuda", dtype=dtype)
+    compiled = torch.compile(layer, backend="te", options=options, fullgraph=True)
+    for _ in range(3):  # CUDA graphs: warm-up, record, replay
+        torch.compiler.cudagraph_mark_step_begin()
+        layer.zero_grad()
+        x.grad = None
+        y = compiled(x)
+        y.backward(dy)
+    weight, bias = layer.weight.detach().cpu(), layer.bias.detach().cpu()
+    expected = casts.linear(x.detach().cpu(), weight, bias, recipe, dy.cpu(), *seeds)
+    results = (y, x.grad, layer.weight.grad, layer.bias.grad)
+    for name, actual, wanted in zip("y dx dw db".split(), results, expected, strict=True):
+        assert actual.dtype == dtype and relative(actual.detach(), wanted) < bound, (name, dtype, m, n, k)
