@@ -11,7 +11,7 @@ from te_inductor.recipes.delayed import ScaleUpdate
 from te_inductor.runtime.definition import op_of
 from te_inductor.runtime.eager import delayed
 
-read_scales = op_of(delayed.read_scales, lambda scales: [scale.new_empty(()) for scale in (*scales, *scales)])
+read_scales = op_of(delayed.read_scales, lambda states: states[0].new_empty((2 * len(states), delayed.APART)))
 record_amax = op_of(delayed.record_amax, lambda pieces, amax: None)
 update_scales = op_of(delayed.update_scales, lambda *_, **__: None)
 
@@ -34,8 +34,7 @@ class _DelayedStep(torch.autograd.Function):
 
 def _delayed_step(
     leaf: Tensor,
-    scales: list[Tensor],
-    histories: list[Tensor],
+    states: list[Tensor],
     update: ScaleUpdate,
     misfits: Tensor | None = None,
     own: bool = False,
@@ -43,7 +42,7 @@ def _delayed_step(
     """A token for the sites whose gradients' state this is; `leaf` is any input of the graph that requires a gradient,
     and gets none from here. The others are those of `update_scales`."""
     leaf = compat.local_of(leaf)
-    update_of_backward = (scales, histories, update, None, misfits, own)
+    update_of_backward = (states, update, None, misfits, own)
     return _DelayedStep.apply(leaf, update_of_backward)  # type: ignore[no-any-return]
 
 

@@ -101,8 +101,8 @@ def test_what_counts():
     }  # fmt: skip
     counts = torch.zeros(len(cases), misfits.COUNTS, dtype=torch.int32)
     for own in (True, False, False):
-        state = [torch.ones(()) for _ in cases], [torch.tensor([amax, 0.0, 0.0, 0.0]) for amax in cases]
-        delayed.update_scales(*state, ScaleUpdate(DelayedScaling(amax_history_len=4), "e4m3"), misfits=counts, own=own)
+        states = [torch.tensor([amax, 0.0, 0.0, 0.0, 1.0]) for amax in cases]
+        delayed.update_scales(states, ScaleUpdate(DelayedScaling(amax_history_len=4), "e4m3"), misfits=counts, own=own)
     expected = [[3, 2 * cut, 2 * lost, 0] for cut, lost in cases.values()]
     assert counts[:, :4].tolist() == expected
     peaks = [Misfits(*row).highest for row in counts.tolist()]
@@ -137,12 +137,12 @@ def test_what_does_harm(name):
     """It is known in the step in which so much is lost, and says since when."""
     amaxes, began, known = PROGRAMS[name]
     update, counts = ScaleUpdate(DelayedScaling(), "e4m3"), torch.zeros(1, misfits.COUNTS, dtype=torch.int32)
-    scale, history = torch.ones(()), torch.zeros(1024)
+    state = torch.tensor([*[0.0] * 1024, 1.0])
     found = []
     for step, amax in enumerate(amaxes):
-        own = not history.any()
-        history[0] = amax
-        delayed.update_scales([scale], [history], update, misfits=counts, own=own)
+        own = not state[:-1].any()
+        state[0] = amax
+        delayed.update_scales([state], update, misfits=counts, own=own)
         first = Misfits(*counts[0].tolist()).first
         found += [(first, step + 1)] * (first > 0 and not found)
     assert found == ([(began, known)] if known else [])
@@ -164,8 +164,8 @@ def test_blocks_that_are_compiled_one_by_one_share_a_warning():
 @pytest.mark.parametrize(("amax", "jumps"), [(1.0, 0), (15.9, 0), (16.1, 1), (1 / 15.9, 0), (1 / 16.1, 1)])
 def test_a_scale_that_jumps(amax, jumps):
     recipe, counts = DelayedScaling(amax_compute_algo="most_recent"), torch.zeros(1, misfits.COUNTS, dtype=torch.int32)
-    state = torch.tensor(448.0), torch.tensor([amax, *[0.0] * (recipe.amax_history_len - 1)])
-    delayed.update_scales(*([one] for one in state), ScaleUpdate(recipe, "e4m3"), misfits=counts)
+    state = torch.tensor([amax, *[0.0] * (recipe.amax_history_len - 1), 448.0])
+    delayed.update_scales([state], ScaleUpdate(recipe, "e4m3"), misfits=counts)
     assert Misfits(*counts[0].tolist()).jumps == jumps
 
 

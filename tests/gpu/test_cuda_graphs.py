@@ -45,7 +45,7 @@ def lasting(model: nn.Module) -> list[Tensor]:
     found = []
     for parameter in model.parameters():
         found += [getattr(parameter, "main_grad", parameter)]
-        found += [t for one in store._states.get(parameter, {}).values() for t in one.tensors()]
+        found += [one.tensor for one in store._states.get(parameter, {}).values()]
         for kept in (kept for owned in cached_weights._cached.values(parameter) for kept in owned.values()):
             found += [*kept.tensors, kept.digests]
     return found

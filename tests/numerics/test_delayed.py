@@ -55,25 +55,28 @@ class Quantizers:
     def __init__(self, recipe: DelayedScaling, element: str, number: int) -> None:
         self.update = ScaleUpdate(recipe, element)
         self.oracles = [ScalingHistory(recipe, self.update.format) for _ in range(number)]
-        self.scales = [torch.ones(()) for _ in range(number)]
-        self.histories = [torch.zeros(recipe.amax_history_len) for _ in range(number)]
+        self.states = [torch.tensor([*[0.0] * recipe.amax_history_len, 1.0]) for _ in range(number)]
+
+    @property
+    def scales(self) -> list[torch.Tensor]:
+        return [state[-1] for state in self.states]
 
     def step(self, values: list[float], run=ops.update_scales, record=ops.record_amax) -> None:
-        for value, history, oracle in zip(values, self.histories, self.oracles, strict=True):
+        for value, state, oracle in zip(values, self.states, self.oracles, strict=True):
             x = torch.tensor([[-value, 0.0]])
-            record([x], history)
+            record([x], state)
             oracle.record(x)
         self.check()
-        run(self.scales, self.histories, self.update)
+        run(self.states, self.update)
         for oracle in self.oracles:
             oracle.update()
         self.check()
 
     def check(self) -> None:
-        for scale, history, oracle in zip(self.scales, self.histories, self.oracles, strict=True):
-            (recorded, *past), (amax, *earlier) = oracle.window(), history.tolist()
+        for state, oracle in zip(self.states, self.oracles, strict=True):
+            (recorded, *past), (amax, *earlier, scale) = oracle.window(), state.tolist()
             assert amax == recorded or (math.isnan(amax) and math.isnan(recorded))
-            assert scale.item() == oracle.scale
+            assert scale == oracle.scale
             assert earlier == past
 
 
@@ -107,13 +110,13 @@ def test_the_update_rule_compiled(algorithm):
     state = Quantizers(recipe, "e4m3", 3)
 
     @torch.compile(backend="te", fullgraph=True)
-    def run(scales, histories):
-        ops.update_scales(scales, histories, state.update)
+    def run(states):
+        ops.update_scales(states, state.update)
 
     record = torch.compile(ops.record_amax, backend="te", fullgraph=True)
     values = torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), (12, 3))]
     for step in torch.where(torch.rand(12, 3) < 0.5, values, torch.rand(12, 3)):
-        state.step(step.tolist(), lambda s, h, _: run(s, h), record)
+        state.step(step.tolist(), lambda states, _: run(states), record)
 
 
 def scales_after(recipe: DelayedScaling, steps: list[float]) -> list[float]:

@@ -77,7 +77,8 @@ def stored_products() -> None:
 
 def updates() -> None:
     update, misfits = ScaleUpdate(DelayedScaling(), "e4m3"), empty(5, scale_updates.COUNTS, dtype=INT32)
-    scale_updates.launch(empty(), empty(10, dtype=torch.int64), update, misfits)
+    scale_updates.launch(empty(), empty(5, dtype=torch.int64), update, misfits)
+    scale_updates.launch_read(empty(1025), empty(5, dtype=torch.int64))
 
 
 CALLS: tuple[Callable[[], None], ...] = (grouped_products, grouped_wgrads, casts, stored_products, updates)

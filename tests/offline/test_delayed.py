@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from te_inductor.recipes import DelayedScaling, Quantizer
+from te_inductor.runtime.eager import delayed
 from tests.bounds import assert_same_values
 from tests.offline.harness import INTERPRETER, Generated, Kernel, compile_to_cubin, generate
 from tests.oracle import casts
@@ -79,14 +80,15 @@ def test_scales_are_read_and_updated_once_a_graph(training: Generated) -> None:
         assert update > max(i for i, line in enumerate(lines) if ".run(" in line and "quantize" in line)
 
 
-def test_state_is_two_inputs_a_quantizer(training: Generated) -> None:
-    """Each input takes the host time, as does each check of what this package's own kernel returns."""
-    forward = training.sources[0]
-    assert not re.search(r"assert_\w+\(.*read_scales", forward)
-    [scales] = re.findall(r"read_scales\.default\(\[([^]]*)\]", forward)
-    made = re.findall(r"^ *primals_\d+ = rand_strided\((\(\)|\(1024, \)), .*float32\)$", forward, re.MULTILINE)
-    number = len(scales.split(", "))
-    assert sorted(made) == ["()"] * number + ["(1024, )"] * number
+def test_state_is_an_input_a_quantizer(training: Generated) -> None:
+    """Each input takes the host time, as does each tensor that the backward gets: the scales are one."""
+    forward, backward = training.sources
+    [states] = re.findall(r"read_scales\.default\(\[([^]]*)\]", forward)
+    number, inputs = len(states.split(", ")), r"^ *\w+ = rand_strided\((\([\d, ]*\)), .*float32\)$"
+    made = re.findall(inputs, forward, re.MULTILINE)
+    assert made.count("(1025, )") == number > 1 and "()" not in made
+    given = re.findall(inputs, backward, re.MULTILINE)
+    assert given.count(f"({2 * number}, {delayed.APART})") == 1 and "()" not in given
 
 
 def test_every_kernel_compiles(training: Generated, arch: int, tmp_path: Path) -> None:
@@ -163,7 +165,7 @@ def test_a_steps_end_compiles(reduced: bool, arch: int) -> None:
     from triton.compiler import ASTSource
 
     from te_inductor.runtime.state.misfits import COUNTS
-    from te_inductor.templates.triton.scale_updates import collect_amaxes, update_each
+    from te_inductor.templates.triton.scale_updates import collect_amaxes, read_each, update_each
 
     def compiled(kernel, kinds: dict[str, str], constants: dict[str, object]) -> str:
         signature = {name: kinds.get(name, "constexpr") for name in kernel.arg_names}
@@ -177,5 +179,8 @@ def test_a_steps_end_compiles(reduced: bool, arch: int) -> None:
     sizes |= {"JUMP": 16.0, "COUNTS": COUNTS, "PATIENCE": 2, "FAILURE": 16, "FAILING": 256, "HEALS": reduced}
     ptx = compiled(update_each, kinds, sizes | ({} if reduced else {"reduced": None}))
     assert "div.rn.f32" in ptx and ".local" not in ptx and "bar.sync" in ptx
-    if reduced:
+    if not reduced:
+        kinds = {"table": "*i64", "out": "*fp32", "count": "i32", "scale_at": "i32"}
+        assert "div.rn.f32" in compiled(read_each, kinds, {"BLOCK": 32, "APART": delayed.APART})
+    else:
         assert compiled(collect_amaxes, {"table": "*i64", "out": "*fp32", "count": "i32"}, {"BLOCK": 32})

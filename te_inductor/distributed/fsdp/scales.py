@@ -97,10 +97,10 @@ class EarlierScales(ScalesOf):
         super().__init__(shards, recipe)
         number, device = len(shards), shards[0].device
         made: dict[str, Any] = {"dtype": torch.float32, "device": device}
-        self.state_scales = torch.ones(number, **made)
-        self.histories = torch.zeros(number, recipe.amax_history_len, **made)
-        rows = zip(self.state_scales.unbind(), self.histories.unbind(), strict=True)
-        self.states = [QuantizerState(*tensors) for tensors in rows]
+        numbers = torch.zeros(number, recipe.amax_history_len + 1, **made)
+        self.histories, self.state_scales = numbers[:, :-1], numbers[:, -1]
+        self.state_scales.fill_(1.0)
+        self.states = [QuantizerState(tensor) for tensor in numbers.unbind()]
         for shard, state in zip(shards, self.states, strict=True):
             keep_with_shard(shard.sharded, Key(weight_site(""), recipe), state)
         self.records = self.recorded = False
@@ -115,7 +115,7 @@ class EarlierScales(ScalesOf):
             self.recorded = True
         if self.recorded:  # the step before this one ends where the next one begins
             update, states = ScaleUpdate(self.recipe, self.quantizer.element), self.states
-            ops.update_scales([s.scale for s in states], [s.history for s in states], update)
+            ops.update_scales([state.tensor for state in states], update)
         self.records, self.recorded = records, False
         if any(state.is_due for state in self.states):
             note_history([state for state in self.states if not state.has_history])

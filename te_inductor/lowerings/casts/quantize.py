@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import fallback_handler, lowerings
+from torch._inductor.lowering import lowerings
 from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
 from torch._inductor.virtualized import ops as inductor_ops
@@ -256,19 +256,10 @@ def _wanted() -> list[bool]:
     return [bool(read & outputs) for outputs in ({0, 1}, {2, 3})]
 
 
-@lowering(ops.read_scales)
-def read_scales(scales: list[ir.TensorBox]) -> Sequence[ir.TensorBox]:
-    """The op's kernel, of whose many results, which are as it makes them, generated code checks none."""
-    found: Sequence[Any] = fallback_handler(ops.read_scales, add_to_fallback_set=False)(scales)
-    for one in found:
-        one.data.data.skip_size_stride_alignment_checks = True
-    return found
-
-
 @lowering(ops.record_amax)
 def record_amax(pieces: list[ir.TensorBox], amax: ir.TensorBox) -> None:
     if amax.get_device_or_error().type != "cuda":
-        first = lowerings[aten.select](amax, 0, 0) if amax.get_size() else amax  # of a history
+        first = lowerings[aten.select](amax, 0, 0) if amax.get_size() else amax  # of state
         amaxes = [first, *(_amax_of_tensor(piece) for piece in pieces)]
         lowerings[aten.copy_](first, functools.reduce(lowerings[aten.maximum], amaxes))
         return

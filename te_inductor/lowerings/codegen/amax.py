@@ -25,7 +25,7 @@ MODE = "atomic_max"  # of a store: raise the int32 at the address to the largest
 
 
 def raise_to_amax(amax: ir.TensorBox, bits: ir.TensorBox) -> None:
-    """Raises in place: `amax`, fp32, () or the first number of a history, becomes at least the number with the largest of
+    """Raises in place: `amax`, fp32, () or the first number of state, becomes at least the number with the largest of
     the bit patterns."""
     amax.realize()
     place = [0] * len(amax.get_size())

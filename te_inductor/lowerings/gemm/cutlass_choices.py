@@ -193,7 +193,7 @@ def _problem_of_inputs(kernel_inputs: Any, overrides: dict[str, dict[str, Any]])
     blocks = BLOCK_1X128.blocks(m, k)[1]
     if (a_of, b_of) == ((m, 1), (1, n)):
         scopes = (ROW.name, ROW.name)
-    elif (a_of, b_of) == ((), ()):
+    elif (a_of, b_of) in (((), ()), ((1, 1), (1, 1))):
         scopes = (TENSOR.name, TENSOR.name)
     elif (a_of, b_of, *strides[2:]) == ((m, blocks), (blocks, n), (1, m), (n, 1)):
         scopes = (BLOCK_1X128.name, BLOCK_1X128.name)

@@ -93,7 +93,9 @@ class InductorMatrices(Matrices):
         a, a_scale, b, b_scale, gemm, out_dtype, _ = product
         whole = b.get_size()[0] == columns
         fused_bias = bias if bias is not None and whole and bias.get_dtype() == out_dtype == torch.bfloat16 else None
-        operands = (a, transposed(self, b), a_scale, transposed(self, b_scale), fused_bias)
+        # Inductor takes a number that is part of a tensor for the tensor, where the number has no dimensions.
+        views = [lowerings[aten.view](one, one.get_size() or [1, 1]) for one in (a_scale, transposed(self, b_scale))]
+        operands = (a, transposed(self, b), *views, fused_bias)
         with nullcontext() if measured else config.patch(max_autotune=False, max_autotune_gemm=False):
             y = lowerings[aten._scaled_mm.default](*operands, out_dtype=out_dtype, use_fast_accum=gemm.fast_accum)
         if not whole:

@@ -1,8 +1,8 @@
 """Delayed scaling on real tensors: the scale of a tensor follows from the amaxes of earlier steps.
 
-State of one quantizer, all fp32 (`runtime/state/store.py` keeps it): `scale` (), the factor before the cast; `history` (H,),
-the amaxes of the last H - 1 steps, newest last, behind slot 0, the largest magnitude recorded since the last update, which
-is zero between steps. A kernel reaches slot 0 by the tensor's address.
+State of one quantizer is one fp32 tensor (`runtime/state/store.py` keeps it), of which a graph has few: first `history`
+(H,), the amaxes of the last H - 1 steps, newest last, behind slot 0, the largest magnitude recorded since the last update,
+which is zero between steps; then `scale` (), the factor before the cast. A kernel reaches slot 0 by the tensor's address.
 
 Source: TransformerEngine, pytorch/quantization.py, common/recipe/delayed_scaling.cu; docs/numerics.md states it.
 """
@@ -22,20 +22,25 @@ from te_inductor.runtime.eager import Written
 FP32_TINY = torch.finfo(torch.float32).tiny  # a smaller scale has no finite reciprocal
 FP32_MAX = torch.finfo(torch.float32).max
 JUMP = 16.0  # by a larger factor one update seldom moves a scale
+APART = 4  # numbers from one scale to the next: kernels are compiled for addresses that are multiples of 16 bytes
 PATIENCE = 2  # steps in a row that an outlier is kept out of the history
 FAILURE = 16  # steps with a scale that suits, by which one with a scale that does not is forgotten
 FAILING = 16 * FAILURE  # the level at which scales keep failing to suit: Note [Scales that do harm] in misfits.py
 
 
-def read_scales(scales: list[Tensor]) -> list[Tensor]:
-    """Copies of all n scales, then of all their reciprocals, each (): what one step computes with, whatever happens to
-    the state."""
-    return [*torch._foreach_mul(scales, 1.0), *torch._foreach_reciprocal(scales)]
+def read_scales(
+    states: list[Tensor],  # n of (H + 1,)
+) -> Tensor:  # (2 * n, APART), of which all but the first column is zeros
+    """Copies of all scales, then of their reciprocals: what one step computes with, whatever happens to the state."""
+    scales = torch.stack([state[-1] for state in states])
+    found = scales.new_zeros(2 * len(states), APART)
+    found[:, 0] = torch.cat([scales, scales.reciprocal()])
+    return found
 
 
 def record_amax(
     pieces: list[Tensor],
-    amax: Written,  # (), or a history, which begins with it
+    amax: Written,  # (), or state, which begins with it
 ) -> None:
     """Raise `amax` to the largest magnitude of all pieces; NaN if one of them has one."""
     first = _without_version(amax).view(-1)[0]
@@ -45,10 +50,9 @@ def record_amax(
 
 
 def update_scales(
-    scales: list[Written],
-    histories: list[Written],
+    states: list[Written],  # n of (H + 1,)
     update: ScaleUpdate,
-    read: list[Tensor] | None = None,  # what `read_scales` returned, which has to run before
+    read: Tensor | None = None,  # what `read_scales` returned, which has to run before
     misfits: Written | None = None,  # (n, COUNTS) int32, of which runtime/state/misfits.py tells
     own: bool = False,  # whether this step cast by own amaxes
 ) -> None:
@@ -60,7 +64,8 @@ def update_scales(
     """
     if update.waits:
         return
-    old, history = torch.stack(scales), torch.stack(histories)
+    before = torch.stack(states)
+    old, history = before[:, -1], before[:, :-1]
     amax, recipe = history[:, 0], update.recipe
     nonfinite = ~(amax < torch.inf)
     amax = torch.where((amax > 0) & (amax < torch.inf), amax, 0.0)  # first, so that no rank's NaN hides another's amax
@@ -80,10 +85,8 @@ def update_scales(
         _count_misfits(misfits, torch.zeros_like(cast) if own else cast, following, others, update)
     rolled = torch.cat([torch.zeros_like(history[:, :1]), history[:, 2:], history[:, :1]], 1)[:, : history.shape[1]]
     rest = torch.cat([torch.zeros_like(history[:, :1]), history[:, 1:]], 1)
-    torch._foreach_copy_(
-        list(map(_without_version, histories)), list(torch.where(seen.unsqueeze(1), rolled, rest).unbind())
-    )
-    torch._foreach_copy_(list(map(_without_version, scales)), list(scale.unbind()))
+    after = torch.cat([torch.where(seen.unsqueeze(1), rolled, rest), scale.unsqueeze(1)], 1)
+    torch._foreach_copy_(list(map(_without_version, states)), list(after.unbind()))
 
 
 def _count_misfits(

@@ -118,7 +118,7 @@ def _computed_again() -> Any:
 
 @dataclass
 class StateInputs(ExtraInputs):
-    """All quantizers of a graph, in the order of its state inputs: of each `scale` and `history`."""
+    """All quantizers of a graph, in the order of its state inputs, one of each; behind them what counts misfits."""
 
     prefix: ClassVar[str] = "te_state_"
     fallback: str  # options["fallback"]
@@ -138,7 +138,7 @@ class StateInputs(ExtraInputs):
     _interprets: bool = True  # whether all ranks with which it exchanges tensors do
 
     def tensors(self, call: GraphCall) -> list[Tensor]:
-        """Each quantizer's two; notes on the call whether some have no history."""
+        """The state of each quantizer; notes on the call whether some have no history."""
         inputs = call.inputs
         again = _computed_again()
         if again is not None:
@@ -180,7 +180,7 @@ class StateInputs(ExtraInputs):
         if found is None or found.moves != moves():
             take_from_shards()
             states = self._states(inputs)  # which may move some
-            tensors = [tensor for one in states for tensor in one.tensors()]
+            tensors = [one.tensor for one in states]
             is_first = not states[0].is_fake
             if is_first:
                 note_history([state for state in states if not state.has_history])
@@ -225,7 +225,7 @@ class StateInputs(ExtraInputs):
         """What counts the misfits of each update."""
         updated = [[states[q.place] for q in update] for update in self.updated]
         if not updated or updated[0][0].is_fake:
-            pairs = zip(updated, self.examples[2 * len(self.quantizers) :], strict=True)
+            pairs = zip(updated, self.examples[len(self.quantizers) :], strict=True)
             return Watch([update[0].scale.new_empty(one.shape, dtype=one.dtype) for update, one in pairs])
         names = [[repr(q.readers[0].key.site) for q in update] for update in self.updated]
         watch = watch_of(self._parameter(self.updated[0][0].readers[0], inputs), names, updated)

@@ -31,10 +31,9 @@ class Key:
 
 @dataclass(eq=False)
 class QuantizerState:
-    """The state of one quantizer; `runtime/eager/delayed.py` says what each tensor means. All fp32."""
+    """The state of one quantizer; `runtime/eager/delayed.py` says what its numbers mean."""
 
-    scale: Tensor  # ()
-    history: Tensor  # (amax_history_len,)
+    tensor: Tensor  # (amax_history_len + 1,) fp32
     # What the host knows; `note_history` asks the device.
     has_history: bool = False  # whether the scale follows from some amax, or was loaded
     recordings: int = 0  # calls that may have recorded an amax; their backwards may never have come
@@ -44,15 +43,13 @@ class QuantizerState:
     moved: bool = False  # whether a guard has moved the layers: `recipe_behind`
 
     def __post_init__(self) -> None:
-        self.amax = self.history[0]  # a view, which no call has to make
-
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        return self.scale, self.history
+        # Views, which no call has to make.
+        self.history, self.scale, self.amax = self.tensor[:-1], self.tensor[-1], self.tensor[0]
 
     @property
     def lacks_history(self) -> bool:
         """Whether no step was ever recorded, nor anything loaded."""
-        return not isinstance(self.scale, FakeTensor) and _lacks_history(self.save())
+        return not self.is_fake and _lacks_history(self.save())
 
     @property
     def is_due(self) -> bool:
@@ -61,7 +58,7 @@ class QuantizerState:
 
     @property
     def is_fake(self) -> bool:
-        return isinstance(self.scale, FakeTensor)
+        return isinstance(self.tensor, FakeTensor)
 
     def save(self) -> dict[str, Tensor]:
         """Copies, as TransformerEngine has them."""
@@ -91,7 +88,7 @@ class QuantizerState:
 
     def copy(self) -> "QuantizerState":
         with torch.inference_mode(False), torch.no_grad():
-            return QuantizerState(self.scale.clone(), self.history.clone(), self.has_history, moved=self.moved)
+            return QuantizerState(self.tensor.clone(), self.has_history, moved=self.moved)
 
     def join(self, saved: Mapping[str, Tensor]) -> None:
         """Makes it as if this quantizer had also seen what another one saw, whose state this is. It counts as loaded
@@ -238,10 +235,9 @@ def _empty(parameter: Tensor, recipe: DelayedScaling) -> QuantizerState:
     # Made outside inference mode: a training step may be the next to write it.
     with torch.inference_mode(False), torch.no_grad():
         plain = compat.local_of(parameter.detach())
-        return QuantizerState(
-            scale=plain.new_ones((), dtype=torch.float32),
-            history=plain.new_zeros(recipe.amax_history_len, dtype=torch.float32),
-        )
+        state = plain.new_zeros(recipe.amax_history_len + 1, dtype=torch.float32)
+        state[-1] = 1.0
+        return QuantizerState(state)
 
 
 def check_length(name: str, saved: Mapping[str, Tensor], expected: int) -> None:

@@ -1,9 +1,9 @@
-"""The end of a step under delayed scaling on the GPU: one kernel for all quantizers that a graph updates, where torch's
-ops are some thirty launches (`runtime/eager/delayed.py`, whose arithmetic this is, bit for bit).
+"""The begin and the end of a step under delayed scaling on the GPU: one kernel each for all quantizers of a graph, where
+torch's ops are some thirty launches (`runtime/eager/delayed.py`, whose arithmetic this is, bit for bit).
 
-Scales and histories are separate tensors, found by a table of their addresses. It is in pinned memory, which the GPU reads
-by itself: no copy waits, and none is recorded in a CUDA graph. Tables are kept for good, by the addresses, since a
-recorded graph reads its table for as long as it is replayed; each is 16 bytes a quantizer."""
+The state of each quantizer is a tensor of its own, found by a table of their addresses. It is in pinned memory, which
+the GPU reads by itself: no copy waits, and none is recorded in a CUDA graph. Tables are kept for good, by the addresses,
+since a recorded graph reads its table for as long as it is replayed; each is 8 bytes a quantizer."""
 
 import functools
 
@@ -23,20 +23,36 @@ LONGEST = 4096  # amaxes of a history that one program holds
 _tables: dict[tuple[int, ...], Tensor] = {}
 
 
+def read_scales(states: list[Tensor]) -> Tensor:
+    """Does what `runtime.eager.delayed.read_scales` does."""
+    table = _table(states)
+    return delayed.read_scales(states) if table is None else launch_read(states[0], table)
+
+
+def launch_read(
+    state: Tensor,  # one of n
+    table: Tensor,  # (n,)
+) -> Tensor:  # (2 * n, APART)
+    """Launches on the device of `state`."""
+    count, out = len(table), state.new_empty((2 * len(table), delayed.APART))
+    constants = {"BLOCK": triton.next_power_of_2(count * delayed.APART), "APART": delayed.APART, "num_warps": 1}
+    launcher(read_each, **constants)(1, table, out, count, len(state) - 1, on=state.device)
+    return out
+
+
 def update_scales(
-    scales: list[Tensor],  # n of ()
-    histories: list[Tensor],  # n of (H,)
+    states: list[Tensor],  # n of (H + 1,)
     update: ScaleUpdate,
-    read: list[Tensor] | None = None,
+    read: Tensor | None = None,
     misfits: Tensor | None = None,  # (n, COUNTS) int32
     own: bool = False,
 ) -> None:
     """Does what `runtime.eager.delayed.update_scales` does, which runs where a recipe brings functions of its own."""
-    table = _table((histories, scales)) if _is_for(update.recipe) and not update.waits else None
+    table = _table(states) if _is_for(update.recipe) and not update.waits else None
     if table is None:
-        delayed.update_scales(scales, histories, update, read, misfits, own)
+        delayed.update_scales(states, update, read, misfits, own)
     else:
-        launch(scales[0], table, update, misfits, own)
+        launch(states[0], table, update, misfits, own)
 
 
 def _is_for(recipe: DelayedScaling) -> bool:
@@ -44,30 +60,30 @@ def _is_for(recipe: DelayedScaling) -> bool:
     return not own and recipe.amax_history_len <= LONGEST
 
 
-def _table(state: tuple[list[Tensor], ...]) -> Tensor | None:
+def _table(states: list[Tensor]) -> Tensor | None:
     """Their addresses, int64; None where they are of several devices, and while a CUDA graph is recorded whose tensors were
     not met before."""
-    addresses = tuple([tensor.data_ptr() for tensors in state for tensor in tensors])
+    addresses = tuple([state.data_ptr() for state in states])
     table = _tables.get(addresses)
     if table is None and addresses and not torch.cuda.is_current_stream_capturing():
-        if len({tensor.device for tensors in state for tensor in tensors}) > 1:
+        if len({state.device for state in states}) > 1:
             return None
         table = _tables[addresses] = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=True)
     return table
 
 
-def launch(scale: Tensor, table: Tensor, update: ScaleUpdate, misfits: Tensor | None = None, own: bool = False) -> None:
-    """Launches on the device of `scale`, one of the tensors."""
-    count, recipe, reduced = len(table) // 2, update.recipe, None
+def launch(state: Tensor, table: Tensor, update: ScaleUpdate, misfits: Tensor | None = None, own: bool = False) -> None:
+    """Launches on the device of `state`, one of the tensors."""
+    count, recipe, reduced = len(table), update.recipe, None
     if delayed.reduces(update):
-        reduced = scale.new_empty(count)
+        reduced = state.new_empty(count)
         collect = launcher(collect_amaxes, BLOCK=triton.next_power_of_2(count), num_warps=1)
-        collect(1, table, reduced, count, on=scale.device)
+        collect(1, table, reduced, count, on=state.device)
         delayed.reduce(reduced, update)
     most_recent = recipe.amax_compute_algo == "most_recent"
     updater = _updater(recipe.amax_history_len, most_recent, own, update.heals and misfits is not None)
     limits = update.largest, *update.suitable, update.outlying
-    updater(count, table, reduced, misfits, count, *limits, on=scale.device)
+    updater(count, table, reduced, misfits, *limits, on=state.device)
 
 
 @functools.cache
@@ -94,6 +110,23 @@ def _updater(length: int, most_recent: bool, own: bool, heals: bool) -> Launcher
 def observed(amax):
     """0 in place of what is no observation."""
     return tl.where((amax > 0) & (amax < float("inf")), amax, 0.0)
+
+
+@triton.jit(do_not_specialize=["count", "scale_at"])
+def read_each(
+    table,  # (count,): addresses of state
+    out,  # (2 * count, APART)
+    count,
+    scale_at,  # which of the state's numbers the scale is
+    BLOCK: tl.constexpr,
+    APART: tl.constexpr,
+):
+    place = tl.arange(0, BLOCK)
+    inside, first = place < count * APART, place % APART == 0
+    address = tl.load(table + place // APART, mask=inside & first, other=0).to(tl.pointer_type(tl.float32))
+    scale = tl.load(address + scale_at, mask=inside & first, other=1.0)
+    tl.store(out + place, tl.where(first, scale, 0.0), mask=inside)
+    tl.store(out + count * APART + place, tl.where(first, tl.div_rn(1.0, scale), 0.0), mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -146,12 +179,11 @@ def count_misfit(
     tl.store(counts + 11, tl.where(unsuited, tl.load(counts + 11) + 1, 0))
 
 
-@triton.jit(do_not_specialize=["count", "largest", "least", "most", "outlying"])
+@triton.jit(do_not_specialize=["largest", "least", "most", "outlying"])
 def update_each(
-    table,  # (2 * count,): addresses of histories, of scales
+    table,  # (count,): addresses of state
     reduced,  # (count,) amaxes of all ranks, or None
     misfits,  # (count, COUNTS) int32, or None
-    count,
     largest,  # what an amax is scaled to
     least,  # between which values a scale has to bring an amax
     most,
@@ -172,7 +204,7 @@ def update_each(
     """One quantizer a program."""
     which = tl.program_id(0)
     history_at = tl.load(table + which).to(tl.pointer_type(tl.float32))
-    scale_at = tl.load(table + count + which).to(tl.pointer_type(tl.float32))
+    scale_at = history_at + LENGTH
     recorded = tl.load(history_at)
     amax = observed(recorded) if reduced is None else tl.load(reduced + which)
     place = tl.arange(0, BLOCK)
@@ -204,4 +236,4 @@ def update_each(
     tl.store(scale_at, scale)
 
 
-implement_on_cuda(update_scales=update_scales)
+implement_on_cuda(read_scales=read_scales, update_scales=update_scales)

@@ -3,11 +3,11 @@
 # Note [A step under delayed scaling]
 What the rewritten graph does, in this order::
 
-    known = read_scales(scales)             copies of all scales, for this forward and its backward
+    read = read_scales(states)              copies of all scales, for this forward and its backward
     step = delayed_step(leaf, …)            nothing now; in the backward, behind all sites: update_scales of the gradients
     linear(x, w, …, known, step, grad_amax) casts with the known scales; in the backward: record_amax(dy, grad_amax)
-    record_amax(x, history)                 beside the cast, whose kernel it joins; not under no_grad
-    update_scales(scales, …, known)         of inputs and weights, at the end
+    record_amax(x, state)                   beside the cast, whose kernel it joins; not under no_grad
+    update_scales(states, …, read)          of inputs and weights, at the end
 
 The copies matter: the backward, and a checkpoint that recomputes, read them after the update has changed the state.
 What the forward changes (state of inputs and weights) the backward leaves alone, and the other way round: AOTAutograd
@@ -64,26 +64,21 @@ from te_inductor.runtime.state.store import Key
 class _ScaleUpdates:
     """The quantizers whose scales one `update_scales` updates, as nodes of the root's graph."""
 
-    scales: list[fx.Node] = field(default_factory=list)
-    histories: list[fx.Node] = field(default_factory=list)
+    tensors: list[fx.Node] = field(default_factory=list)
     states: list[StateInput] = field(default_factory=list)
 
     @property
     def sites(self) -> list[StateSite]:
         return [state.readers[0].key.site for state in self.states]
 
-    def operands(self) -> tuple[list[fx.Node], list[fx.Node]]:
-        return self.scales, self.histories
-
 
 @dataclass(eq=False)
 class _Quantizer:
-    """One quantizer of the graph: its state as nodes of the root's graph, and which it is in what read_scales reads."""
+    """One quantizer of the graph: its state as a node of the root's graph, and which it is in what read_scales reads."""
 
     state: StateInput
     place: int
-    scale: fx.Node
-    history: fx.Node
+    tensor: fx.Node
     group: AmaxGroup | None  # that reduces its amax; None where nothing tells
 
 
@@ -191,7 +186,7 @@ class DelayedSites:
             self.inputs.exchanging += [of_grad.state.readers[0]] if exchanging else []
             known["grad_output"] = self._known(of_grad, graph)
             more["token"] = self.bodies.hand(self._step(of_grad.group or OWN), graph)
-            more["grad_amax"] = self.bodies.hand(of_grad.history, graph)
+            more["grad_amax"] = self.bodies.hand(of_grad.tensor, graph)
             self._add(self.backward, of_grad)
         if training or match.node in self.in_grad_mode:  # a frozen layer that reads a frozen input needs its scales too
             self._record(of_x, [x], match)
@@ -216,19 +211,19 @@ class DelayedSites:
 
     def finish(self) -> None:
         """Fill in what only all sites together know."""
-        scales = [quantizer.scale for quantizer in self.quantizers.values()]
-        self.read.args = (scales,)
+        states = [quantizer.tensor for quantizer in self.quantizers.values()]
+        self.read.args = (states,)
         for (quantizer, inverse), node in self.known.items():
-            node.args = (self.read, quantizer.place + inverse * len(scales))
+            node.args = (self.read, (quantizer.place + inverse * len(states), 0))
         # In one order on all ranks, whichever groups each is in: none waits in one group for a rank that waits in another.
         for group in sorted(self.forward):
             with self.graph.inserting_before(self.graph.output_node()):
                 update = self._update(group, self.slots.input.element)
-                operands: Any = (*self.forward[group].operands(), update, list(self.known.values()))
+                operands: Any = (self.forward[group].tensors, update, self.read)
                 self.graph.call_function(ops.update_scales, operands, {"misfits": self._misfits(self.forward[group])})
         for group in sorted(self.backward):  # whose last step runs first
             update = self._update(group, self.slots.grad_output.element)
-            self.steps[group].args = (self._leaf(), *self.backward[group].operands(), update)  # type: ignore[assignment]
+            self.steps[group].args = (self._leaf(), self.backward[group].tensors, update)  # type: ignore[assignment]
             self.steps[group].kwargs = {"misfits": self._misfits(self.backward[group])}
             self.steps_begin.append(self.steps[group])
         if self.without_group:
@@ -239,8 +234,8 @@ class DelayedSites:
         if self.inputs.guard == "off":
             return None
         self.inputs.updated.append(updates.states)
-        scale: torch.Tensor = value(updates.scales[0])
-        return self._input(scale.new_empty((len(updates.states), COUNTS), dtype=torch.int32))
+        state: torch.Tensor = value(updates.tensors[0])
+        return self._input(state.new_empty((len(updates.states), COUNTS), dtype=torch.int32))
 
     def _update(self, group: AmaxGroup, element: str) -> ScaleUpdate:
         heals = self.inputs.heals
@@ -284,11 +279,9 @@ class DelayedSites:
             self.inputs.quantizers.append(state)
             example = value(match.x)
             with compat.shard_of(example).fake_mode:  # type: ignore[attr-defined]
-                shapes = ((), (self.recipe.amax_history_len,))
-                tensors = [torch.empty(shape, dtype=torch.float32, device=example.device) for shape in shapes]
-            scale, history = (self._input(tensor) for tensor in tensors)
-            group = self.groups.of(readers[0])
-            self.quantizers[readers[0]] = _Quantizer(state, len(self.quantizers), scale, history, group)
+                tensor = torch.empty(self.recipe.amax_history_len + 1, dtype=torch.float32, device=example.device)
+            group, place = self.groups.of(readers[0]), len(self.quantizers)
+            self.quantizers[readers[0]] = _Quantizer(state, place, self._input(tensor), group)
         return self.quantizers[readers[0]]
 
     def _input(self, example: torch.Tensor) -> fx.Node:
@@ -306,9 +299,8 @@ class DelayedSites:
         """Adds a quantizer once: a module called twice has one."""
         quantizer.state.recorded = True
         step = groups.setdefault(quantizer.group or OWN, _ScaleUpdates())
-        if quantizer.scale not in step.scales:
-            step.scales.append(quantizer.scale)
-            step.histories.append(quantizer.history)
+        if quantizer.tensor not in step.tensors:
+            step.tensors.append(quantizer.tensor)
             step.states.append(quantizer.state)
             if quantizer.group is None:
                 self.without_group.append(quantizer.state.site)
@@ -321,11 +313,11 @@ class DelayedSites:
         if new:
             graph = new[0].graph
             if match.parallel is not None:
-                graph.call_function(ops.record_shard_amax, (new, self.bodies.hand(quantizer.history, graph)))
+                graph.call_function(ops.record_shard_amax, (new, self.bodies.hand(quantizer.tensor, graph)))
                 return
             # It is flattened as by `ops.layers`, so that the amax and the cast are seen to read the same tensor.
             flat = [graph.call_function(torch.ops.aten.reshape.default, (piece, [-1, match.sizes[2]])) for piece in new]
-            graph.call_function(ops.record_amax, (flat, self.bodies.hand(quantizer.history, graph)))
+            graph.call_function(ops.record_amax, (flat, self.bodies.hand(quantizer.tensor, graph)))
 
     def _is_new(self, quantizer: _Quantizer, tensor: fx.Node, site: fx.Node) -> bool:
         """Whether nothing records what a site reads of a tensor yet. The amax of what is written in between is another."""
@@ -339,7 +331,7 @@ class DelayedSites:
         gather, graph = match.gather, match.node.graph
         assert gather is not None  # it is gathered
         if self._is_new(quantizer, gather.shard, match.node):
-            args = (gather.shard, gather.dtype, self.bodies.hand(quantizer.history, graph))
+            args = (gather.shard, gather.dtype, self.bodies.hand(quantizer.tensor, graph))
             graph.call_function(ops.record_weight_amax, args)
 
     def _leaf(self) -> fx.Node:
