@@ -26,7 +26,7 @@ from te_inductor.compat.fsdp import ShardedParameter, is_sharded, without_shardi
 from te_inductor.config import Fallback
 from te_inductor.diagnostics import Refusal
 from te_inductor.errors import OptionError, StoredWeightError, wrong_type
-from te_inductor.ops.stored_again import Rewriter, are_finite, in_chunks
+from te_inductor.ops.stored_again import Rewriter, ask_finite, in_chunks
 from te_inductor.ops.stored_weight import StoredWeight, as_parameter, show_stored
 from te_inductor.passes.pre_grad.decide.policy import Policy
 from te_inductor.presentation.paths import layer_path
@@ -237,17 +237,12 @@ class _Stored:
     def replaced(self) -> list[str]:
         """The names of what the model holds beside the weight, as a bias, and has replaced."""
         beside, found = self.view.module._parameters, self.source.module._parameters
-        plain = [name for name, one in beside.items() if not isinstance(one, StoredWeight) and not self._is_shard(name)]
-        return [name for name in plain if beside[name] is not found[name] and name != self.source.parameter]
+        others = [name for name, one in beside.items() if name != self.source.parameter and one is not found[name]]
+        return [name for name in others if not isinstance(beside[name], StoredWeight) and not self._is_shard(name)]
 
-    def share_others(self) -> None:
-        """Has the view hold what the model holds beside the weight."""
-        found = self.source.module._parameters
-        self.view.module._parameters.update({name: found[name] for name in self.replaced})
-
-    def refusal(self, is_finite: bool) -> StoredWeightError | None:
-        """Why the weight cannot be stored."""
-        held, weight = self.view.weight, self.source.weight if self.shard is None else self.shard
+    def refusal(self, rows: Tensor, is_finite: bool) -> StoredWeightError | None:
+        """Why the weight cannot be stored, of which this rank has these rows."""
+        held, weight = self.view.weight, self.shard or rows
         if not is_finite:
             return StoredWeightError(
                 f"{self.source.names[0]} has values that are not finite, expected finite ones, as a rollout stores the"
@@ -369,18 +364,20 @@ class _Storing:
     ) -> dict[FollowedWeights, StoredWeightError]:
         """Why some of them cannot be stored, on any rank. What is not looked at is left to who looks at it."""
         found, looked = dict[FollowedWeights, StoredWeightError](), set(changed)
+        rows = {one: one.rows for weights in (*changed, *others) for one in weights.group.weights}
+        wait = ask_finite(list(rows.values()))  # while the host goes on
         for weights in (*changed, *others):
             for one in weights.group.weights:
                 # Who runs a compiled graph has read the view before, and has to be told.
                 if (replaced := one.replaced) and not (asked and weights in looked):
                     found[weights] = _replaced(one, replaced[0])
-                if weights in looked:
-                    one.share_others()
-        rows = {one: one.rows for weights in (*changed, *others) for one in weights.group.weights}
-        finite = are_finite(list(rows.values()))
+                if replaced and weights in looked:
+                    beside, held = one.view.module._parameters, one.source.module._parameters
+                    beside.update({name: held[name] for name in replaced})
+        finite = wait()
         with torch._C.DisableTorchFunctionSubclass():  # to ask for a stored weight's shape is a look, and slow
             for weights in (*changed, *others):
-                errors = (one.refusal(finite[rows[one]]) for one in weights.group.weights)
+                errors = (one.refusal(rows[one], finite[rows[one]]) for one in weights.group.weights)
                 if error := next(filter(None, errors), None):
                     found.setdefault(weights, error)
         if self.ranks is None:

@@ -23,13 +23,20 @@ ORDERED_AT_ONCE = 1 << 26  # that are put in order at once, which takes some 8
 PADDED = 32  # values along K; kernels write weights without padding
 
 
-def are_finite(weights: Sequence[Tensor]) -> dict[Tensor, bool]:
-    """Whether all values of a weight are finite, for each. The host waits once for each device."""
-    found = {weight: True for weight in weights if weight.numel() == 0}
-    distinct = [weight for weight in dict.fromkeys(weights) if weight not in found]
-    for on_device in grouped(distinct, lambda weight: weight.device).values():
-        found |= zip(on_device, largest_of(on_device).isfinite().tolist(), strict=True)
-    return found
+def ask_finite(weights: Sequence[Tensor]) -> Callable[[], dict[Tensor, bool]]:
+    """Has devices find out whether all values of a weight are finite, for each. Returns what waits for the answers, once
+    for each device."""
+    distinct = [weight for weight in dict.fromkeys(weights) if weight.numel() > 0]
+    groups = grouped(distinct, lambda weight: weight.device).values()
+    asked = [largest_of(on_device).isfinite() for on_device in groups]
+
+    def wait() -> dict[Tensor, bool]:
+        found = dict.fromkeys(weights, True)
+        for on_device, answers in zip(groups, asked, strict=True):
+            found |= zip(on_device, answers.tolist(), strict=True)
+        return found
+
+    return wait
 
 
 def largest_of(weights: Sequence[Tensor]) -> Tensor:  # (W,) fp32
@@ -56,7 +63,7 @@ class Rewriter:
         looks: list[FreshnessCheck] = []
         in_nvfp4: list[_Matrix] = []
         for stored, weight, together in given:
-            matrices = list(_matrices(stored, weight.detach(), together))
+            matrices = list(_matrices(stored, weight, together))
             cached = self._cached_of(stored, weight)
             if matrices:
                 in_nvfp4 += matrices
@@ -106,9 +113,9 @@ def _matrices(stored: StoredWeight, weight: Tensor, together: Sequence[Tensor]) 
     if not weight.is_contiguous() or weight.numel() == 0 or getattr(stored, "transposed", False) or _is_picked(stored):
         return
     if isinstance(stored, NVFP4Weight):
-        yield _Matrix(stored.parts, weight, together)
+        yield _Matrix(stored.parts, weight.detach(), together)
     else:
-        for place, matrix in enumerate(weight):
+        for place, matrix in enumerate(weight.detach()):
             yield _Matrix([part[place] for part in stored.parts], matrix, [matrix])
 
 
