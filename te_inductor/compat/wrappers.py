@@ -234,8 +234,9 @@ def in_metadata_inference() -> bool:
     backward of ones."""
     stage = imported("torch.distributed.pipelining.stage", "PipelineStage")
     inference = getattr(stage, "_forward_metadata_inference", None)  # before 2.13 its tensors are on `meta`
-    frame = None if inference is None else sys._getframe()
-    while frame is not None and frame.f_code is not inference.__code__:
+    code = getattr(inference, "__code__", None)
+    frame = None if code is None else sys._getframe()
+    while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return frame is not None
 
