@@ -60,6 +60,12 @@ class DelayedScaling(Recipe):
         return Slots.of(forward, forward, backward, fprop=MMParams(use_split_accumulator=False))
 
 
+def suitable(element: Element) -> tuple[float, float]:
+    """The values between which a scale has to bring an amax: Note [Scales that do not suit] in
+    runtime/state/misfits.py."""
+    return 8 * 2.0**element.min_exponent, 2 * element.max
+
+
 @constant
 class ScaleUpdate(Constant):
     """How the recorded amaxes of quantizers with the same element become their next scales."""
@@ -82,9 +88,7 @@ class ScaleUpdate(Constant):
 
     @property
     def suitable(self) -> tuple[float, float]:
-        """The values between which a scale has to bring an amax: Note [Scales that do not suit] in
-        runtime/state/misfits.py."""
-        return 8 * 2.0**self.format.min_exponent, 2 * self.format.max
+        return suitable(self.format)
 
     @property
     def outlying(self) -> float:

@@ -138,6 +138,21 @@ def test_a_tensor_that_shrinks():
     assert trained.slot.counts.coarse == 1
 
 
+def test_a_tensor_that_has_shrunk_before_its_state_is_loaded():
+    """The first call of a process that goes on knows from the history what the last one knew from its counts."""
+    trained, x = Trained("heal"), torch.randn(32, 64)
+    for scale in (1, 1, 1, 2**-16, 2**-16):
+        trained.step(x * scale)
+    resumed = Trained("heal", of=copy.deepcopy(trained.layer))
+    te_inductor.load_state_dict(resumed.layer, te_inductor.state_dict(trained.layer))
+    own = trained.slot.counts.own
+    assert max([resumed.step(x / 2**16) for _ in range(2)]) < 0.1
+    assert resumed.slot.counts.own == own + 2
+    suited = Trained("heal", of=copy.deepcopy(resumed.layer))
+    te_inductor.load_state_dict(suited.layer, te_inductor.state_dict(resumed.layer))
+    assert suited.step(x) < 0.1
+
+
 def test_a_batch_of_another_size():
     """Gradients of a mean are larger in a smaller batch, which the host knows beforehand."""
     trained, x = Trained("heal"), torch.randn(64, 64)

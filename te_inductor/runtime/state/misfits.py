@@ -40,7 +40,8 @@ With ``options={"guard": "heal"}`` three more things happen.
    either: then the tensor has changed. Ranks that reduce amaxes reduce them first, so that all keep the same ones out.
 2. The host looks at each call, still without waiting. While the last step that it knows of ended with a scale that
    would not have suited its tensor, as behind an outlier, or for as long as a history remembers larger amaxes, calls
-   run the graph of a first step (Note [A first step]), in which each tensor is cast by its own amax. The step in which
+   run the graph of a first step (Note [A first step]), in which each tensor is cast by its own amax. So does the first
+   call behind state that was loaded whose scale does not suit its newest amax. The step in which
    an outlier appears cannot: its amax is known when the cast is done. It cuts the outlier off and casts all else as
    before, which loses less than the outlier's own scale would.
 3. Where the sizes of a call's inputs are at least twice, or at most half, those of the call before, gradients of a mean
@@ -174,12 +175,25 @@ class Watch:
     heals: bool = False  # Note [A guard that heals]
     is_unsuited: bool = False  # whether the last step that the host knows of ended with scales that do not suit
     sizes: tuple[int, ...] = ()  # of the inputs of the last call
+    begun: bool = False  # whether it knows of the scales that were there before
     _told_kept_out: set[int] = field(default_factory=set)  # the places of what was logged
     _told_unsuited: set[int] = field(default_factory=set)
     _calls: int = 0
     _steps: int = 0  # those of them that ended a step, which all ranks have equally many of
     _newest: _Reading = field(default_factory=_Reading)  # of any call
     _agreed: _Reading = field(default_factory=_Reading)  # of the same call on all ranks
+
+    @torch.no_grad()
+    def begin(self, limits: Sequence[tuple[float, float]]) -> None:
+        """Notes on which scales, as state that was loaded, do not suit the newest amax: those that bring it out of the
+        limits of their quantizer. Waits for the device."""
+        self.begun = True
+        newest = torch.stack([state.history[-1] * state.scale for state in self.states]).tolist()
+        unsuited = [one > most or 0 < one < least for one, (least, most) in zip(newest, limits, strict=True)]
+        self.is_unsuited = any(unsuited)
+        rows = [row for counts in self.counts for row in counts.unbind()] if self.is_unsuited else []
+        for row, one in zip(rows, unsuited, strict=False):
+            row[-1] += one
 
     def look(self) -> list[Misfits] | None:
         """The counts of all quantizers, one update's behind another's, if a copy has arrived; asks for one when it is

@@ -33,6 +33,8 @@ from te_inductor.distributed import agreement
 from te_inductor.distributed.agreement import Agreement
 from te_inductor.distributed.amax_groups import AmaxGroup
 from te_inductor.distributed.decisions import FormChoice, all_interpret, choice_of, interpret_none
+from te_inductor.recipes.delayed import suitable
+from te_inductor.recipes.formats import Element
 from te_inductor.runtime.extra_inputs import ExtraInputs, GraphCall
 from te_inductor.runtime.state import misfits, resumed
 from te_inductor.runtime.state.misfits import MOST_GRAPHS, Misfits, Watch, has_room, watch_of
@@ -230,8 +232,10 @@ class StateInputs(ExtraInputs):
         names = [[repr(q.readers[0].key.site) for q in update] for update in self.updated]
         watch = watch_of(self._parameter(self.updated[0][0].readers[0], inputs), names, updated)
         watch.heals = watch.heals or self.heals
+        if watch.heals and not watch.begun and not _is_capturing():
+            watch.begin([suitable(element) for element in self._elements])
         if self.fallback != "silent":
-            watch.names = [*zip(self._names, self._largest, strict=True)]
+            watch.names = [*zip(self._names, [element.max for element in self._elements], strict=True)]
         return watch
 
     @property
@@ -298,10 +302,10 @@ class StateInputs(ExtraInputs):
         return [f"{q.site or '(root)'}.{q.readers[0].key.site.slot}" for q in itertools.chain(*self.updated)]
 
     @functools.cached_property
-    def _largest(self) -> list[float]:
-        """The largest values of these quantizers' elements."""
+    def _elements(self) -> list[Element]:
+        """The elements of these quantizers."""
         keys = [q.readers[0].key for q in itertools.chain(*self.updated)]
-        return [getattr(key.recipe.slots(), key.site.slot).format.max for key in keys]
+        return [getattr(key.recipe.slots(), key.site.slot).format for key in keys]
 
     def _choice(self, inputs: Sequence[Any]) -> FormChoice | None:
         if not self.exchanging:
