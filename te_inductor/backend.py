@@ -24,7 +24,7 @@ from te_inductor import compat, config, recipes
 from te_inductor.config import Options
 from te_inductor.diagnostics import CUT_BY_DDP, announce, log, say, uncompiled
 from te_inductor.distributed import amax_groups
-from te_inductor.errors import NOT_EXPORTED, NOT_SAVED, TEInductorError
+from te_inductor.errors import NOT_EXPORTED, NOT_KEPT, NOT_SAVED, TEInductorError
 from te_inductor.kernels import cutlass_tables
 from te_inductor.ops.stored_weight import StoredWeight
 from te_inductor.passes import effects, pre_grad
@@ -69,10 +69,11 @@ def te(
     Raises:
         OptionError, RecipeError: the options are wrong.
         FallbackError: with ``options={"fallback": "error"}``, where a site does not run as asked.
-        TEInductorError: torch is to save what is returned, by `aot_compile`.
+        TEInductorError: torch is to save what is returned, by `aot_compile` or in Dynamo's cache of functions.
     """
     if compat.compiles_ahead():
         raise TEInductorError(NOT_SAVED)
+    _check_caches()
     regions.note_compile()
     parsed = parse(mode, options)
     plan = Plan(gm, parsed, example_inputs)
@@ -367,6 +368,14 @@ def reset() -> None:
         cudagraph_trees.reset_cudagraph_trees()
 
 
+def _check_caches() -> None:
+    """Raise where Dynamo caches whole functions. It looks for one before it calls a backend, so that this is also asked
+    when a backend of this name is."""
+    if torch._dynamo.config.caching_precompile:
+        raise TEInductorError(NOT_KEPT)
+
+
+_check_caches()
 te.reset = reset  # type: ignore[attr-defined]
 compat.before_export(lambda model: note_export(model, te))
 compat.let_threads_register("te")

@@ -78,6 +78,12 @@ NOT_SAVED = (
     " carry the compile caches instead (torch.compiler.save_cache_artifacts), or te_inductor.lower an exported program"
 )
 
+NOT_KEPT = (
+    "torch._dynamo.config.caching_precompile is True (variable TORCH_CACHING_PRECOMPILE) beside backend 'te', expected"
+    " False: that cache of whole functions asks for neither backend nor options, so that it would run what another one has"
+    " compiled; the other compile caches work"
+)
+
 
 def unknown(kind: str, found: object, known: Iterable[str]) -> str:
     """`unknown <kind> 'x'; did you mean 'y'?`, or the whole list where nothing is near."""

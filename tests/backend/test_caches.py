@@ -160,6 +160,24 @@ def test_aot_compile_is_an_error_that_names_what_to_do():
             model.forward.aot_compile(((torch.randn(4, 32),), {}))
 
 
+def test_dynamos_cache_of_functions_is_an_error():
+    """It would run what another backend has compiled of the same function."""
+    with (
+        torch._dynamo.config.patch(caching_precompile=True),
+        pytest.raises(Exception, match="caching_precompile is True"),
+    ):
+        torch.compile(nn.Linear(32, 32), backend="te")(torch.randn(4, 32))
+
+
+@pytest.mark.thorough
+def test_a_process_whose_dynamo_caches_functions_gets_no_backend():
+    """Dynamo looks for a function before it calls the backend."""
+    environment = {**os.environ, "TORCH_CACHING_PRECOMPILE": "1", "PYTHONPATH": str(ROOT)}
+    program = "import te_inductor.backend"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert "TEInductorError: torch._dynamo.config.caching_precompile is True" in done.stderr
+
+
 @pytest.mark.thorough
 def test_an_edited_package_misses(first, tmp_path):
     """One byte of a comment in one source file is enough: the lowerings' sources are in the key."""
