@@ -15,8 +15,8 @@ Two more are for long sequences. `--checkpoint` has each block keep its input al
 `--offload` has what blocks keep wait on the host, copied beside the computation. It is a hook of autograd's, which sees
 what each graph saves when that graph's forward ends: a model that is one graph would have all of it back at once.
 
-It prints the peak that it expects by sums, then tokens a second, the peak and the losses. Gradients are not clipped, as
-no two parts of them are there together."""
+It prints the peak that it expects by sums, each step's loss, then tokens a second, the peak and the losses. Gradients
+are not clipped, as no two parts of them are there together."""
 
 import argparse
 import json
@@ -218,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     loss = objective(model, args.recipe, args.options, args.checkpoint)
     optimizers = step_in_backward(model, args.optimizer, args.rate)
-    losses: list[Tensor] = []
+    losses: list[float] = []
     begin = 0.0
     for step, tokens in enumerate(batches(text.train, args.steps, args.batch, args.context)):
         if step == SKIPPED:
@@ -228,10 +228,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         with Offload(model.parameters()) if args.offload else nullcontext():
             value = loss(tokens.to(device))
         value.backward()
-        losses.append(value.detach())
+        losses.append(value.item())
+        print(f"step {step}: loss {losses[-1]:.4f}", flush=True)
     synchronize(device, reset=False)
     seconds = time.perf_counter() - begin
-    print([round(value.item(), 4) for value in losses])
+    print([round(value, 4) for value in losses])
     print(f"{len(te_inductor.state_dict(model))} tensors of scaling state")
     if args.steps > SKIPPED:
         steps = args.steps - SKIPPED
