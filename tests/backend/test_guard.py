@@ -225,6 +225,19 @@ def test_a_graph_without_gradients_is_left_alone():
     assert trained.slot.counts.steps == 1
 
 
+def test_a_graph_without_gradients_casts_by_own_amaxes_too():
+    """A history that remembers larger amaxes has no scale for an evaluation either."""
+    trained, x = Trained("heal"), torch.randn(32, 64)
+    trained.step(outlier(x))  # the first step, which has nothing to keep it out by
+    errors = []
+    for one in (x, x):
+        trained.step(one)
+        with torch.no_grad():
+            found, high = trained.run(x), trained.layer(x)
+        errors.append(((found - high).norm() / high.norm()).item())
+    assert errors[-1] < 0.1
+
+
 @pytest.mark.parametrize("case", RANKS.split(","))
 def test_ranks_do_the_same(case, told):
     """The amaxes are reduced first: what one rank alone has seen is kept out of both histories, and both cast by own

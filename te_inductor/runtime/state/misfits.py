@@ -41,7 +41,8 @@ With ``options={"guard": "heal"}`` three more things happen.
 2. The host looks at each call, still without waiting. While the last step that it knows of ended with a scale that
    would not have suited its tensor, as behind an outlier, or for as long as a history remembers larger amaxes, calls
    run the graph of a first step (Note [A first step]), in which each tensor is cast by its own amax. So does the first
-   call behind state that was loaded whose scale does not suit its newest amax. The step in which
+   call behind state that was loaded whose scale does not suit its newest amax, and a graph without gradients, as of an
+   evaluation, whose tensors' scales do not suit. The step in which
    an outlier appears cannot: its amax is known when the cast is done. It cuts the outlier off and casts all else as
    before, which loses less than the outlier's own scale would.
 3. Where the sizes of a call's inputs are at least twice, or at most half, those of the call before, gradients of a mean
@@ -190,10 +191,15 @@ class Watch:
         self.begun = True
         newest = torch.stack([state.history[-1] * state.scale for state in self.states]).tolist()
         unsuited = [one > most or 0 < one < least for one, (least, most) in zip(newest, limits, strict=True)]
-        self.is_unsuited = any(unsuited)
+        self._note_unsuited(unsuited)
         rows = [row for counts in self.counts for row in counts.unbind()] if self.is_unsuited else []
         for row, one in zip(rows, unsuited, strict=False):
             row[-1] += one
+
+    def _note_unsuited(self, unsuited: Sequence[bool]) -> None:
+        self.is_unsuited = any(unsuited)
+        for state, one in zip(self.states, unsuited, strict=True):
+            state.unsuited = one
 
     def look(self) -> list[Misfits] | None:
         """The counts of all quantizers, one update's behind another's, if a copy has arrived; asks for one when it is
@@ -216,7 +222,7 @@ class Watch:
     def note(self, rows: Sequence[Misfits]) -> tuple[list[int], list[int]]:
         """Takes what a look has found. Returns the places of tensors whose outliers were kept out, and of those whose
         scales did not suit them, each where that has not been returned before."""
-        self.is_unsuited = any(row.in_a_row for row in rows)
+        self._note_unsuited([row.in_a_row > 0 for row in rows])
         kept_out = {place for place, row in enumerate(rows) if row.kept_out} - self._told_kept_out
         unsuited = {place for place, row in enumerate(rows) if row.in_a_row} - self._told_unsuited
         self._told_kept_out |= kept_out

@@ -156,7 +156,7 @@ class StateInputs(ExtraInputs):
         for order, one in agreed:
             call.behind.append(order.note(parameters[0], one.name, found.loads))
         if again is None:
-            guarded = self._guards(found.watch, inputs)
+            guarded = self._guards(found, inputs)
             if found.choice is None:
                 is_first = is_first or guarded
             elif not _is_capturing():
@@ -243,9 +243,12 @@ class StateInputs(ExtraInputs):
         """Whether the guard does more than warn: Note [A guard that heals]."""
         return self.guard == "heal"
 
-    def _guards(self, watch: Watch, inputs: Sequence[Any]) -> bool:
+    def _guards(self, found: _FoundStates, inputs: Sequence[Any]) -> bool:
         """Looks at what the last steps have counted, where it is time. Whether the guard has this call cast by own
         amaxes."""
+        watch = found.watch
+        if not self.updated:  # what counts is a graph that trains
+            return self.heals and not _is_capturing() and any(state.unsuited for state in found.states)
         if _is_capturing() or not (watch.heals or (watch.names and not misfits.is_said(_HARM))):
             return False
         counts = watch.look()

@@ -41,6 +41,7 @@ class QuantizerState:
     loads: int = 0  # how often it was loaded
     earlier: tuple[int, int] = (0, 0)  # what a guard had done when it was saved: `misfits.acts_of`
     moved: bool = False  # whether a guard has moved the layers: `recipe_behind`
+    unsuited: bool = False  # whether the last step that a guard knows of ended with a scale that would not have suited
 
     def __post_init__(self) -> None:
         # Views, which no call has to make.
