@@ -22,7 +22,7 @@ from torch import fx, nn
 import te_inductor.ops  # noqa: F401 (first: Note [First uses in threads])
 from te_inductor import compat, config, recipes
 from te_inductor.config import Options
-from te_inductor.diagnostics import CUT_BY_DDP, announce, log, say, uncompiled
+from te_inductor.diagnostics import CUT_BY_DDP, NEGATED, announce, log, say, uncompiled
 from te_inductor.distributed import amax_groups
 from te_inductor.errors import NOT_EXPORTED, NOT_KEPT, NOT_SAVED, TEInductorError
 from te_inductor.kernels import cutlass_tables
@@ -90,6 +90,9 @@ def te(
     if any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
         _start_workers()
     inductor = _inductor(plan, name)
+    if any(isinstance(x, torch.Tensor) and x.is_neg() for x in example_inputs):  # Dynamo guards on it
+        say(NEGATED, parsed.fallback)
+        inductor = _interpreted
     with patience(f"compiling a graph of {len(gm.graph.nodes)} operations"):
         if found.failure is not None or not (plan.candidates or any(site.is_changed for site in plan.attention)):
             compiled = inductor(gm, example_inputs)
@@ -249,6 +252,13 @@ def _inductor(
         return gm.forward
 
     return compile
+
+
+def _interpreted(
+    gm: fx.GraphModule, inputs: Sequence[Any], runs_seldom: bool = False, agree: Callable[[bool], bool] | None = None
+) -> Callable[..., Any]:
+    """The graph as it is, by the eager runtime: Inductor's code reads the memory of a view that negates as it is."""
+    return gm.forward
 
 
 def _add_passes(patches: dict[str, Any]) -> None:

@@ -135,6 +135,12 @@ def uncompiled(failure: str) -> str:
     )
 
 
+NEGATED = (
+    "te_inductor: a graph runs uncompiled, as one of its inputs is a view that negates what it reads (Tensor.is_neg()), as"
+    " z.conj().imag is, whose sign Inductor loses; pass x.resolve_neg()"
+)
+
+
 def without_state(fqns: Iterable[str]) -> str:
     """The text of the warning about delayed scaling that has to cast and has recorded no amax yet."""
     return (

@@ -323,6 +323,25 @@ def test_a_cache_that_cannot_be_written(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+@pytest.mark.parametrize("recipe", ["none", "rowwise", "delayed"])
+def test_a_view_that_negates_keeps_its_sign(recipe):
+    """Its memory is that of the values before the sign, which is all that Inductor's code sees."""
+    z, layer = torch.randn(16, 32, dtype=torch.complex64, requires_grad=True), nn.Linear(32, 32)
+
+    def run(x, kept):
+        return layer(x), kept.add_(1.0)
+
+    def outcome(run):
+        memory = torch.ones(16, dtype=torch.complex64)
+        y, kept = run(z.conj().imag, memory.conj().imag)
+        return memory.imag, kept, y, *torch.autograd.grad(y.square().sum(), [layer.weight, layer.bias, z])
+
+    with pytest.warns(FallbackWarning, match=r"a graph runs uncompiled, as one of its inputs is a view that negates"):
+        found = outcome(torch.compile(run, backend="te", options={"recipe": recipe}))
+    for one, expected in zip(found, outcome(run), strict=True):
+        assert (one - expected).norm() <= (0 if recipe == "none" else 0.15) * expected.norm()
+
+
 def test_a_rule_that_raises(monkeypatch):
     """An exception in a pattern: the program runs as the user wrote it."""
 
