@@ -243,6 +243,12 @@ class _Stored:
     def refusal(self, rows: Tensor, is_finite: bool) -> StoredWeightError | None:
         """Why the weight cannot be stored, of which this rank has these rows."""
         held, weight = self.view.weight, self.shard or rows
+        if isinstance(rows, StoredWeight):
+            return StoredWeightError(
+                f"{self.source.names[0]} is stored as {rows.recipe.name} since its view was made, as by quantize_(model),"
+                " expected a parameter in high precision, which the view stores; generate with the model itself, or leave"
+                " it as it is and call te_inductor.quantize_(copy.deepcopy(model))"
+            )
         if not is_finite:
             return StoredWeightError(
                 f"{self.source.names[0]} has values that are not finite, expected finite ones, as a rollout stores the"
@@ -365,7 +371,9 @@ class _Storing:
         """Why some of them cannot be stored, on any rank. What is not looked at is left to who looks at it."""
         found, looked = dict[FollowedWeights, StoredWeightError](), set(changed)
         rows = {one: one.rows for weights in (*changed, *others) for one in weights.group.weights}
-        wait = ask_finite(list(rows.values()))  # while the host goes on
+        wait = ask_finite(
+            [each for each in rows.values() if not isinstance(each, StoredWeight)]
+        )  # while the host goes on
         for weights in (*changed, *others):
             for one in weights.group.weights:
                 # Who runs a compiled graph has read the view before, and has to be told.
@@ -377,7 +385,7 @@ class _Storing:
         finite = wait()
         with torch._C.DisableTorchFunctionSubclass():  # to ask for a stored weight's shape is a look, and slow
             for weights in (*changed, *others):
-                errors = (one.refusal(rows[one], finite[rows[one]]) for one in weights.group.weights)
+                errors = (one.refusal(rows[one], finite.get(rows[one], True)) for one in weights.group.weights)
                 if error := next(filter(None, errors), None):
                     found.setdefault(weights, error)
         if self.ranks is None:

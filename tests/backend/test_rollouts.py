@@ -230,6 +230,9 @@ def test_errors():
         view.requires_grad_(False)
     with pytest.raises(OptionError, match=r"quantize_ of Decoder, a view .*, expected a model of its own"):
         quantize_(view)
+    for part in (view, view.blocks[0].attention.o_proj, nn.ModuleList([model, view])):
+        with pytest.raises(OptionError, match=r"copy\.deepcopy of a view .*, expected one of its model"):
+            copy.deepcopy(part)
     with pytest.raises(OptionError, match="has a stored weight, which no step changes"):
         rollout(quantize_(Decoder()))
     with torch.no_grad():
@@ -420,10 +423,24 @@ def test_a_view_and_its_model_are_let_go():
     model = Decoder()
     view = rollout(model)
     alive = [weakref.ref(one) for one in (model.blocks[0].attention.o_proj, view.blocks[0].attention.o_proj)]
-    copied = copy.deepcopy(view.blocks[0].attention.o_proj)
     del model, view
     gc.collect()
-    assert [one() for one in alive] == [None, None] and isinstance(copied.weight, StoredWeight)
+    assert [one() for one in alive] == [None, None]
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "nvfp4_weight_only"])
+def test_a_model_that_is_stored_itself_is_none_to_follow(recipe):
+    model = Decoder()
+    view, plain = rollout(model, "rowwise"), copy.deepcopy(model)
+    quantize_(model, recipe)
+    for look in (view, through(view)):
+        with pytest.raises(StoredWeightError, match=rf"is stored as {recipe} since its view was made, as by quantize_"):
+            look(IDS)
+    with pytest.raises(StoredWeightError, match="expected a parameter in high precision"):
+        refresh_rollout(view)
+    model.load_state_dict(plain.state_dict(), assign=True)
+    refresh_rollout(view)
+    assert stored_bits(view) == fresh_bits(plain, "rowwise")
 
 
 @pytest.mark.parametrize("kernels", [lambda _: None, lambda _: cached_weights.refresh], ids=["alone", "at once"])

@@ -28,13 +28,13 @@ in one order, or none stores what one of them cannot (`api/rollout_shards.py`)."
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from te_inductor.errors import StoredWeightError
+from te_inductor.errors import OptionError, StoredWeightError
 from te_inductor.runtime.hooks import tell_after_each, when_built
 from te_inductor.tensor_tables import TensorReference, TensorTable
 
@@ -89,8 +89,12 @@ class FollowedWeights:
         """Takes the parameters for changed."""
         self._seen = []
 
-    def __deepcopy__(self, memo: object) -> None:
-        """A copy of a stored weight follows nothing."""
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise OptionError(
+            "copy.deepcopy of a view of te_inductor.rollout, or of a part of it, expected one of its model, as the copy's"
+            " stored weights would follow no parameters; copied = copy.deepcopy(model), then te_inductor.rollout(copied), or"
+            " te_inductor.quantize_(copied), whose weights stay"
+        )
 
 
 # Is given what was looked at and has changed, what else of the view has, and whether the program asks for it; returns
