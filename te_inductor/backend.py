@@ -217,6 +217,7 @@ def _inductor(
     from te_inductor import lowerings
     from te_inductor.ops import flops
     from te_inductor.passes.graph import interpreted
+    from te_inductor.passes.graph.unkept import heeding
 
     patches = dict(torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None).config)
     theirs = patches.get("custom_partitioner_fn", inductor.custom_partitioner_fn)
@@ -241,7 +242,9 @@ def _inductor(
         cached: AbstractContextManager[None] = interpreted.kept(agree) if runs_seldom else nullcontext()
         try:
             with flops.weighed(), compat.saving_a_minimum_cut(), cached:
-                return compat.compile_fx(gm, inputs, patches, name, lambda inner: around(seldom(wrap_inner(inner))))  # type: ignore[no-any-return]
+                return compat.compile_fx(
+                    gm, inputs, patches, name, lambda inner: around(heeding(seldom(wrap_inner(inner))))
+                )  # type: ignore[no-any-return]
         except Exception as error:
             if not _is_of_files(error):
                 patches["custom_partitioner_fn"] = theirs  # the user's graph, which is next, runs as written

@@ -269,6 +269,23 @@ def computes_again_outside_ddp() -> bool:
     return seen == [ddp, None]
 
 
+def runs_a_stage_as_any_call() -> bool:
+    """A pipeline's stage that is to find its shapes is run on tensors as any others are, not on `meta`."""
+    from torch.distributed.pipelining import PipelineStage
+
+    if not hasattr(PipelineStage, "_forward_metadata_inference"):
+        return False
+    seen = []
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        module = nn.Identity()
+        module.register_forward_pre_hook(lambda _, args: seen.append((type(args[0]), args[0].device.type)))
+        PipelineStage(module, 0, 1, torch.device("cpu"))._forward_metadata_inference((torch.ones(2),))
+    finally:
+        torch.distributed.destroy_process_group()
+    return seen == [(torch.Tensor, "cpu")]
+
+
 def imports_dynamo(decorator: str) -> bool:
     """Decorating a function imports Dynamo, in a process that has not imported it."""
     code = (
@@ -304,6 +321,7 @@ FAULTS: dict[str, Callable[[], bool]] = {
     "torch._dynamo.backends.registry._COMPILER_FNS": registers_a_backend_once,
     "torch.utils.swap_tensors": refuses_references,
     "torch.utils.checkpoint.CheckpointFunction.forward": computes_again_outside_ddp,
+    "torch.distributed.pipelining.stage.PipelineStage._forward_metadata_inference": runs_a_stage_as_any_call,
     "torch.compile": lambda: imports_dynamo("torch.compile"),
     "torch.compiler.disable": lambda: imports_dynamo("torch.compiler.disable"),
 }

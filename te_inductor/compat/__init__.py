@@ -42,6 +42,7 @@ from te_inductor.compat.inductor import (
     compile_fx,
     concatenated,
     flex_constants,
+    keep_out_of_graph_cache,
     keeping_whole_graphs,
     let_marks_be_saved,
     miss_graph_cache,

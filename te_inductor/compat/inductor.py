@@ -85,6 +85,18 @@ def bypass_graph_cache(reason: Exception) -> NoReturn:
     raise BypassAOTAutogradCache(str(reason)) from reason
 
 
+def keep_out_of_graph_cache(code: Any, reason: str) -> None:
+    """Has AOTAutograd's cache not keep the graph that a compiler returned, whether it would keep all of it, or the key by
+    which Inductor's cache has the code."""
+
+    def refuse() -> (
+        NoReturn
+    ):  # called before anything of the code is written: its kernels may be loaded, and could not be
+        bypass_graph_cache(ValueError(reason))
+
+    code._fx_graph_cache_key, code.prepare_for_serialization = None, refuse
+
+
 @functools.cache
 def width_of_right_vectors() -> int | None:
     """The bits of a vector (`cpp.simdlen`) with which Inductor's C++ is right, or None where any are.

@@ -22,6 +22,7 @@ OPTION = "option of a compile, unless the user sets it"
 BUFFER = "of one buffer of ours"
 IMPORT = "during an import, in the process that builds CUTLASS kernels"
 FOR_GOOD = "for good, once the backend is imported"
+FOR_GOOD_LATER = "for good, once a graph under delayed scaling is called where it is imported"
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,13 @@ PATCHES = (
         "was called, whose ranks then would not know that they share its parameters.",
     ),
     Patch(
+        "torch.distributed.pipelining.stage.PipelineStage._forward_metadata_inference",
+        FOR_GOOD_LATER,
+        "A stage of a pipeline is run on memory that nothing was written to, to find the shapes that it sends, and nobody "
+        "is told, so that delayed scaling would record amaxes of nothing.",
+        since="2.13",
+    ),
+    Patch(
         "torch.compile",
         IMPORT,
         "quack decorates functions that no build calls, and the decorator imports Dynamo and much of Inductor, which takes "
@@ -186,7 +194,7 @@ def patch(target: str, new: Any, on: Any = None) -> AbstractContextManager[Any]:
         setattr(on, name, new)
         return nullcontext()
     owner = pkgutil.resolve_name(place)
-    if record.scope == FOR_GOOD:
+    if record.scope in (FOR_GOOD, FOR_GOOD_LATER):
         setattr(owner, name, new)
         return nullcontext()
     if isinstance(table := getattr(owner, name, None), MutableMapping):

@@ -152,6 +152,21 @@ def test_keys_hold_which_modules_save_in_low_precision(tmp_path, monkeypatch):
     assert saves == [True, False, True] and hits == [0, 0, 1]
 
 
+@pytest.mark.parametrize("saved", ["low_precision", {"*.nrom": "low_precision"}])
+def test_a_second_process_tells_that_nothing_is_saved_in_low_precision(tmp_path, saved):
+    """It does so where the first one, whose options differ in that alone, kept silent; it finds the code in a cache."""
+    told = []
+    for fallback in ("silent", "warn", "error"):
+        program = ("tests.backend.saving_program", json.dumps({"saved": saved, "fallback": fallback}))
+        done = PROGRAMS.run(*program, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+        assert done.returncode == 0, done.stderr[-4000:]
+        told.append(json.loads(done.stdout.splitlines()[-1]))
+    silent, warns, raises = told
+    assert not silent["told"] and silent["hits"] == [0, 0]
+    assert len(warns["told"]) == 1 and "option 'saved'" in warns["told"][0] and warns["hits"] == [0, 2]
+    assert raises["error"] == warns["told"][0] if saved == "low_precision" else raises["told"] == warns["told"]
+
+
 def test_aot_compile_is_an_error_that_names_what_to_do():
     """What it would save has state beside it."""
     with torch._dynamo.config.patch(enable_aot_compile=True):

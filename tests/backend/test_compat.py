@@ -113,7 +113,14 @@ def test_every_record_is_of_one_patch():
 
 @pytest.mark.parametrize("record", BY_TARGET)
 def test_a_record_says_it_all(record: Patch):
-    assert record.scope in (patches.COMPILE, patches.OPTION, patches.BUFFER, patches.IMPORT, patches.FOR_GOOD)
+    assert record.scope in (
+        patches.COMPILE,
+        patches.OPTION,
+        patches.BUFFER,
+        patches.IMPORT,
+        patches.FOR_GOOD,
+        patches.FOR_GOOD_LATER,
+    )
     assert re.fullmatch(r"[^\n]+\.", record.why) and len(re.findall(r"\.(?= [A-Z]|$)", record.why)) == 1
     assert all(re.fullmatch(r"[\w-]+/[\w-]+#\d+", issue) for issue in record.issues)
     owner, _, name = record.target.rpartition(".")

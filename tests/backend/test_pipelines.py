@@ -1,7 +1,13 @@
 """Weight gradients that a schedule of torch.distributed.pipelining asks for in its idle time, on two and four ranks."""
 
-import pytest
+import inspect
 
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+from te_inductor.compat import in_metadata_inference, wrappers
 from tests.ranks import ranks
 
 thorough = pytest.mark.thorough
@@ -13,6 +19,7 @@ CASES = [
     pytest.param(4, "compiled trains Interleaved1F1B current", marks=thorough),
 ]
 STEPS = 3
+INFERENCE = "_forward_metadata_inference"
 
 
 @pytest.mark.parametrize(("world", "case"), CASES)
@@ -32,3 +39,24 @@ def test_delayed_scaling_observes_microbatches_alone():
     for found, alone in ranks("tests.backend.pipeline_ranks", 2, "observes")["observes"]:
         for amaxes, expected in zip(found, alone, strict=True):
             assert len(amaxes) == 4 and max(amaxes) == pytest.approx(max(expected), rel=0.1)
+
+
+@pytest.mark.skipif(not hasattr(PipelineStage, INFERENCE), reason="before 2.13 it runs on `meta`")
+def test_a_run_for_shapes_is_told_from_others(monkeypatch):
+    """The one in which it is asked first began before anything counts them."""
+    monkeypatch.setattr(PipelineStage, INFERENCE, inspect.unwrap(getattr(PipelineStage, INFERENCE)))
+    monkeypatch.setattr(wrappers, "_inferences", wrappers._Inferences())
+    wrappers._tell_inferences.cache_clear()
+    told = []
+    module = nn.Identity()
+    module.register_forward_pre_hook(lambda *_: told.append(in_metadata_inference()))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        stage = PipelineStage(module, 0, 1, torch.device("cpu"))
+        for _ in range(2):
+            stage._forward_metadata_inference((torch.ones(2),))
+            module(torch.ones(2))
+    finally:
+        torch.distributed.destroy_process_group()
+        wrappers._tell_inferences.cache_clear()
+    assert told == [True, False, True, False] and wrappers._inferences.are_told

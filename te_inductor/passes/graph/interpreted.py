@@ -75,13 +75,8 @@ def _with_code(compile_graph: Callable[..., Any], gm: fx.GraphModule, inputs: Se
     with compat.keeping_whole_graphs(False):
         made = compile_graph(gm, inputs, **options)
     if isinstance(made, OutputCode):
-        made.prepare_for_serialization = _stay_unwritten  # type: ignore[method-assign]
+        compat.keep_out_of_graph_cache(made, "another process may interpret the graph of this code")
     return made
-
-
-def _stay_unwritten() -> None:
-    """Called before anything of the code is written: its kernels may be loaded, and could not be."""
-    compat.bypass_graph_cache(ValueError("another process may interpret the graph of this code"))
 
 
 def _needs_code(options: Mapping[str, Any]) -> bool:

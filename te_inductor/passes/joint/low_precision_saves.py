@@ -18,6 +18,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from te_inductor import ops
 from te_inductor.config import Options
 from te_inductor.diagnostics import Outside, Refusal, announce, log, say
+from te_inductor.passes.graph import unkept
 from te_inductor.passes.graph.custom_pass import package_hash
 from te_inductor.passes.graph.effect import Effect
 from te_inductor.passes.graph.module_path import module_path
@@ -65,8 +66,11 @@ class SavingPartitioner(CustomPartitionerFn):  # type: ignore[misc]
         found = save(modules[0].graph, modules[1].graph, given["num_fwd_outputs"], self._refuse)
         for module in modules:
             module.recompile()
+        rows = [_row(one) for one in found]
+        if _casts_nothing(rows):
+            unkept.leave_out(modules[0])
         if self.tell is not None:
-            self.tell([_row(one) for one in found])
+            self.tell(rows)
         return modules
 
     def _refuse(self, node: fx.Node) -> Refusal | None:
@@ -94,6 +98,11 @@ def _read_casts_themselves(graph: fx.Graph) -> None:
         if same and not marked and is_cast(source) and all(map(is_pointwise, node.users)):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
+
+
+def _casts_nothing(rows: Sequence[SavedSite]) -> bool:
+    """Whether all is saved as it is, of which `_finish` tells."""
+    return bool(rows) and all(row.reason is not None for row in rows)
 
 
 def _row(one: Saved) -> SavedSite:
@@ -265,7 +274,7 @@ def _finish(options: Options, report: Report) -> None:
         places = ", ".join(sorted({site.fqn or "the model itself" for site in saved}))
         text = f"te_inductor: option 'saved' has no effect here: found {', '.join(map(repr, globs))}, expected globs of"
         say(f"{text} modules that read what is saved for the backward: {places}", fallback.replace("error", "warn"))
-    if asked and all(site.reason is not None for site in asked):
+    if asked and _casts_nothing(saved):
         announce(Report(unmet=[Unmet("saved", site.fqn, str(site.reason)) for site in asked]), fallback)
 
 
