@@ -151,7 +151,9 @@ def attention(m, e, n, k):
 
 def updates(m, e, n, k):
     update = ScaleUpdate(DelayedScaling(), "e4m3")
-    scale_updates.launch(empty(), empty(2 * e, dtype=torch.int64), update)
+    addresses = empty(2 * e, dtype=torch.int64)
+    scale_updates.launch_read(empty(2), addresses)
+    scale_updates.launch(empty(2), addresses, update)
 
 
 def losses(m, e, n, k):
