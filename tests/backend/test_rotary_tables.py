@@ -10,6 +10,7 @@ from torch._inductor.utils import run_fw_bw_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from te_inductor.passes import post_grad
+from te_inductor.passes.graph import node_kinds
 from te_inductor.passes.post_grad import rotary_tables
 from tests.passes import leave_out
 
@@ -71,7 +72,7 @@ def marked(function, *shapes):
     inputs = (torch.empty(shape) for shape in shapes)
     graph = make_fx(function, select_decomp_table(), tracing_mode="fake")(*inputs).graph
     rotary_tables.keep(graph)
-    return [str(node.target) for node in graph.nodes if node.meta.get(rotary_tables._IN_MEMORY)]
+    return [str(node.target) for node in graph.nodes if node.meta.get(node_kinds.IN_MEMORY)]
 
 
 def test_in_the_dtype_that_is_read():

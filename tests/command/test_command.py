@@ -111,7 +111,7 @@ def test_memory_at_the_peak_of_a_step():
     assert low["bf16"] == peak
     saved = [one["bytes"] for one in low["this"]["held"] if one["keeper"] == "saved for backward"]
     codes = 4096 * 1024 * (1 + 4 / 128) + 4096 * 128  # of gate and up with their scales, and x's copy
-    assert 0 <= sum(saved) - codes < 64, saved
+    assert sum(saved) - codes == 6 * 2 * 16, saved  # scales of six quantizers, and their reciprocals
 
 
 def test_explain_as_data_from_a_file_in_another_folder(tmp_path):

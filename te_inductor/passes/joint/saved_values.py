@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from te_inductor import ops
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.aliases import origins
 from te_inductor.passes.graph.node_kinds import (
@@ -99,7 +100,8 @@ def _outputs(graph: fx.Graph) -> list[Any]:
 
 def _can_be_narrower(node: fx.Node) -> bool:
     value = tensor_of(node)
-    return value is not None and value.dtype in (*WIDE, torch.bool) and value.dim() > 0
+    wide = value is not None and value.dtype in (*WIDE, torch.bool) and value.dim() > 0
+    return wide and node.target is not ops.read_scales
 
 
 def _memory(nodes: Sequence[Any]) -> set[Any]:
