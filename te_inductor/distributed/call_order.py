@@ -39,6 +39,9 @@ class _Store(Protocol):
     def delete(self, *keys: str) -> None: ...
 
 
+_Noted = dict[tuple[str, int], tuple[Reduction, Callable[[Iterable[Any]], None]]]
+
+
 @dataclass
 class CallOrder:
     """The reductions of amaxes over one group, in the order in which this rank makes them."""
@@ -48,7 +51,8 @@ class CallOrder:
     leads: bool  # whether this rank is the first of them
     before: int = 0  # calls that were compared with those of another rank
     calls: list[Reduction] = field(default_factory=list)  # those behind them
-    names: TensorTable[tuple[str, str]] = field(default_factory=TensorTable)  # and marks, by a call's first parameter
+    # A call's first parameter has a name, a mark, and what is noted of each graph, by how often state was loaded.
+    known: TensorTable[tuple[str, str, _Noted]] = field(default_factory=TensorTable)
     layers: dict[str, str] = field(default_factory=dict)  # that no wrapper names, by their marks
     unnamed: int = 0  # how many there are: they are told apart by their order
     looked: list[str] = field(default_factory=list)  # the keys of the last comparisons
@@ -60,13 +64,17 @@ class CallOrder:
         Raises:
             StateError: another rank has made other calls.
         """
-        found = self.names.get(parameter, None)
-        if found is None:
-            found = self.names[parameter] = self._named(parameter)
-        name, mark = found
-        self._add(Reduction(name, f"graph {graph}, {loads} loads of its state", mark))
-        again = partial(self._add, Reduction(name, f"graph {graph}, in its backward", mark))
-        return lambda outputs: compat.before_backward(outputs, again)
+        known = self.known.get(parameter, None)
+        if known is None:
+            known = self.known[parameter] = *self._named(parameter), {}
+        name, mark, noted = known
+        found = noted.get((graph, loads))
+        if found is None:  # of each layer at each call: no text and no function that can be kept
+            again = partial(self._add, Reduction(name, f"graph {graph}, in its backward", mark))
+            call = Reduction(name, f"graph {graph}, {loads} loads of its state", mark)
+            found = noted[graph, loads] = call, partial(compat.before_backward, first=again)
+        self._add(found[0])
+        return found[1]
 
     def _add(self, call: Reduction) -> None:
         self.calls.append(call)
