@@ -22,7 +22,6 @@ A column copy serves one GEMM of the backward alone.
 ReLU's mask is found again likewise.
 """
 
-import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -78,10 +77,10 @@ def _save_what_changes(graph: fx.Graph, backward: set[fx.Node]) -> None:
     scales = graph.find_nodes(op="call_function", target=ops.read_scales)
     others = [*filter(_is_random, graph.nodes), *_reads_of_written(graph, backward)]
     changing = [*scales, *(node for node in others if "recompute" not in node.meta)]  # a checkpoint has its own way
+    for view in reached(scales, lambda node: filter(is_view, node.users)):  # one tensor is saved, not each number
+        view.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     for node in changing:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    for view in itertools.chain.from_iterable(map(_views, scales)):  # one tensor is saved, and not each of its numbers
-        view.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     if changing:
         compat.let_marks_be_saved(graph)
 
@@ -107,13 +106,6 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
             yield from _readers(user)
         else:
             yield user
-
-
-def _views(node: fx.Node) -> Iterator[fx.Node]:
-    """The views of a node, and their views."""
-    for user in filter(is_view, node.users):
-        yield user
-        yield from _views(user)
 
 
 def _is_product(node: fx.Node) -> bool:
