@@ -89,12 +89,14 @@ def keep_out_of_graph_cache(code: Any, reason: str) -> None:
     """Has AOTAutograd's cache not keep the graph that a compiler returned, whether it would keep all of it, or the key by
     which Inductor's cache has the code."""
 
-    def refuse() -> (
-        NoReturn
-    ):  # called before anything of the code is written: its kernels may be loaded, and could not be
-        bypass_graph_cache(ValueError(reason))
+    class Unkept(type(code)):  # type: ignore[misc]
+        def prepare_for_serialization(self) -> None:
+            """Called of a copy, before anything of it is written: kernels may be loaded, and could not be. The end of
+            the copy would take from the code's runner what it runs, as its parts under CUDA graphs."""
+            self.compiled_fn_runner = None
+            bypass_graph_cache(ValueError(reason))
 
-    code._fx_graph_cache_key, code.prepare_for_serialization = None, refuse
+    code._fx_graph_cache_key, code.__class__ = None, Unkept
 
 
 @functools.cache

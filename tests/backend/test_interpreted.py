@@ -1,19 +1,21 @@
 """Graphs that run by the eager kernels of their operators, which those of a first step do: passes/graph/interpreted.py."""
 
 import copy
+import gc
 import itertools
 import pickle
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, FXGraphCacheMiss
-from torch._inductor.output_code import OutputCode
+from torch._inductor.output_code import CompiledFxGraph, OutputCode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
 
-from te_inductor import ops
+from te_inductor import compat, ops
 from te_inductor.passes.graph import interpreted
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.delayed import ScaleUpdate
@@ -120,6 +122,20 @@ def test_deterministic_algorithms_are_compiled(deterministic):
     if deterministic:  # nothing of it is written, as kernels that have run cannot be, of which torch would warn
         with pytest.raises(BypassAOTAutogradCache):
             copy.copy(found).prepare_for_serialization()
+
+
+def test_code_that_is_kept_out_of_a_cache_still_runs():
+    """A copy is made to be written, whose end deletes the parts of a runner that it still has: those of the code."""
+    code = CompiledFxGraph.__new__(CompiledFxGraph)
+    code.compiled_fn_runner = runner = SimpleNamespace(partitions=[print])
+    compat.keep_out_of_graph_cache(code, "a test says so")
+    written = copy.copy(code)
+    with pytest.raises(BypassAOTAutogradCache, match="a test says so"):
+        written.prepare_for_serialization()
+    del written
+    gc.collect()
+    assert runner.partitions == [print]
+    assert isinstance(code, CompiledFxGraph)
 
 
 def updates(update):
