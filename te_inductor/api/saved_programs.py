@@ -5,6 +5,7 @@ Ops are defined when the first of them is asked for, as it takes longer to defin
 namespace of ops is a module, and so has its `__getattr__`, which Python calls before torch looks for the op."""
 
 import functools
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -34,25 +35,17 @@ vars(torch.ops.te_inductor)["__getattr__"] = _define
 compat.before_lowering.append(_install)
 
 
-def rebuild(*saved: Any) -> Any:
-    """A stored weight, by the function that pickles name."""
-    from te_inductor.ops import stored_weight
-
-    return stored_weight.rebuild(*saved)
-
-
-def rebuild_experts(*saved: Any) -> Any:
-    from te_inductor.ops import stored_experts
-
-    return stored_experts.rebuild(*saved)
+def _rebuilder(module: str) -> tuple[Callable[..., Any], str]:
+    """What stands for the function by which a stored weight is pickled, and its name."""
+    return lambda *saved: import_module(module).rebuild(*saved), f"{module}.rebuild"
 
 
 # What `torch.load(weights_only=True)` may meet in a saved model: plain constants, and no code but these two. A process that
 # loads has not stored anything, so it has imported neither the class of stored weights nor their kernels.
 torch.serialization.add_safe_globals(
     [
-        (rebuild, "te_inductor.ops.stored_weight.rebuild"),
-        (rebuild_experts, "te_inductor.ops.stored_experts.rebuild"),
+        _rebuilder("te_inductor.ops.stored_weight"),
+        _rebuilder("te_inductor.ops.stored_experts"),
         recipes.NVFP4WeightOnly,
         recipes.Float8CurrentScaling,
         recipes.Float8RowwiseScaling,

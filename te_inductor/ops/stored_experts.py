@@ -23,14 +23,7 @@ from te_inductor.ops import experts as ops_experts
 from te_inductor.ops import stored_weight
 from te_inductor.ops.permutations import take_bytes
 from te_inductor.ops.stored_weight import Float8Weight, NVFP4Weight, StoredWeight
-from te_inductor.recipes import (
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    NVFP4WeightOnly,
-    Quantizer,
-    Recipe,
-)
+from te_inductor.recipes import Quantizer, Recipe
 from te_inductor.recipes.formats import ROW
 
 aten = torch.ops.aten
@@ -169,7 +162,6 @@ class Float8Experts(StoredExperts):
     MATRIX = Float8Weight
     values_: Tensor  # (E, N, K padded)
     scale_inv: Tensor  # (E,), (E, N), or (E, what the scope stores)
-    recipe: Float8CurrentScaling | Float8RowwiseScaling | Float8BlockScaling
 
     def written_out(self, parts: Sequence[Tensor]) -> Tensor:
         return ops_experts.fp8_experts_dequantize(*parts, self.quantizer, self.k, self.dtype)  # type: ignore[no-any-return]
@@ -266,12 +258,10 @@ class PickedExperts(Tensor):
 
 
 Experts = (StoredExperts, PickedExperts)
-_KINDS: dict[type[Recipe], type[StoredExperts]] = {
-    NVFP4WeightOnly: NVFP4Experts,
-    Float8CurrentScaling: Float8Experts,
-    Float8RowwiseScaling: Float8Experts,
-    Float8BlockScaling: Float8Experts,
+_OF_MATRIX: dict[type[StoredWeight], type[StoredExperts]] = {
+    kind.MATRIX: kind for kind in (NVFP4Experts, Float8Experts)
 }
+_KINDS = {recipe: _OF_MATRIX[matrix] for recipe, matrix in stored_weight.KINDS.items()}
 
 
 def store(weight: Tensor, recipe: Recipe, transposed: bool) -> StoredExperts:

@@ -285,7 +285,7 @@ class Float8Weight(StoredWeight):
         return multiply(x, self.values_, self.scale_inv, bias, self.recipe.slots().to_text(), out_dtype)  # type: ignore[no-any-return]
 
 
-_KINDS: dict[type[Recipe], type[StoredWeight]] = {
+KINDS: dict[type[Recipe], type[StoredWeight]] = {
     NVFP4WeightOnly: NVFP4Weight,
     Float8CurrentScaling: Float8Weight,
     Float8RowwiseScaling: Float8Weight,
@@ -306,15 +306,15 @@ def kind_of(recipe: Recipe) -> type[StoredWeight]:
     """
     if recipe.backward is not None:
         raise RecipeError(f"weights are stored for {recipe}, expected a recipe without backward: they are constants")
-    if type(recipe) not in _KINDS:
-        names = ", ".join(kind.name for kind in _KINDS)
+    if type(recipe) not in KINDS:
+        names = ", ".join(kind.name for kind in KINDS)
         raise RecipeError(f"weights cannot be stored for recipe {recipe.name!r}, expected one of {names}")
-    return _KINDS[type(recipe)]
+    return KINDS[type(recipe)]
 
 
 def rebuild(*saved: Any) -> StoredWeight:
     """What a pickled weight is loaded with; as of `rebuilt`."""
-    return rebuilt(_KINDS, *saved)
+    return rebuilt(KINDS, *saved)
 
 
 def rebuilt(
