@@ -60,15 +60,14 @@ def fp8_product(x: Tensor, ends: Tensor | None, ids: Tensor | None, slots: Slots
     values, scale_inv = weight
     if _family(x, values, slots) is not grouped_mm.FAMILY:
         return fp8_experts(x, ends, ids, values, scale_inv, slots.weight, x.dtype)  # type: ignore[no-any-return]
-    order = None
+
+    def product(rows: Tensor, ends: Tensor) -> Tensor:
+        a = quantize(rows, slots.input)
+        return ops_grouped.grouped_mm(*a, values, scale_inv, ends, None, slots.fprop, x.dtype)  # type: ignore[no-any-return]
+
     if ends is None:
-        assert ids is not None
-        order, ends = experts.sorted_by_expert(ids, values.shape[0])
-        x = x[order]
-    else:
-        x = grouped.mask_rows(x, ends)
-    y = ops_grouped.grouped_mm(*quantize(x, slots.input), values, scale_inv, ends, None, slots.fprop, x.dtype)
-    return y if order is None else torch.empty_like(y).index_copy_(0, order, y)
+        return experts.sorted_product(x, ids, values.shape[0], product)
+    return product(grouped.mask_rows(x, ends), ends)
 
 
 def _family(x: Tensor, stored: Tensor, slots: Slots | None = None) -> KernelFamily:

@@ -3,7 +3,8 @@ K); rows of x either stand together by expert, `ends` being where each expert's 
 own, `ids`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,10 +30,8 @@ def nvfp4_product(
         wide = nvfp4.values(stored[expert], block_scale[expert])[:, : rows.shape[1]]
         return (rows @ wide.t()) * tensor_scale[expert]
 
-    if x.device.type == "cuda":
-        whole = nvfp4_dequantize(stored, block_scale, tensor_scale, x.shape[1], x.dtype)
-        return product_of_whole(x, ends, ids, whole, out_dtype)
-    return _each(x, ends, ids, stored.shape[0], stored.shape[1], product, out_dtype)
+    whole = partial(nvfp4_dequantize, stored, block_scale, tensor_scale, x.shape[1], x.dtype)
+    return _product(x, ends, ids, stored.shape, product, whole, out_dtype)
 
 
 def fp8_product(
@@ -50,10 +49,8 @@ def fp8_product(
         wide = _matrix(values[expert], scale_inv[expert], quantizer)
         return rows @ wide[:, : rows.shape[1]].t()
 
-    if x.device.type == "cuda":
-        whole = fp8_dequantize(values, scale_inv, quantizer, x.shape[1], x.dtype)
-        return product_of_whole(x, ends, ids, whole, out_dtype)
-    return _each(x, ends, ids, values.shape[0], values.shape[1], product, out_dtype)
+    whole = partial(fp8_dequantize, values, scale_inv, quantizer, x.shape[1], x.dtype)
+    return _product(x, ends, ids, values.shape, product, whole, out_dtype)
 
 
 def plain_product(
@@ -61,10 +58,10 @@ def plain_product(
     ends: Tensor,  # (E,) int32
     whole: Tensor,  # (E, N, K)
 ) -> Tensor:  # (M, N)
-    if x.device.type == "cuda":
-        return product_of_whole(x, ends, None, whole, x.dtype)
-    experts, n, _ = whole.shape
-    return _each(x, ends, None, experts, n, lambda rows, expert: rows @ whole[expert].float().t(), x.dtype)
+    def product(rows: Tensor, expert: int) -> Tensor:
+        return rows @ whole[expert].float().t()
+
+    return _product(x, ends, None, whole.shape, product, lambda: whole, x.dtype)
 
 
 def nvfp4_dequantize(
@@ -98,13 +95,21 @@ def product_of_whole(
     x: Tensor, ends: Tensor | None, ids: Tensor | None, whole: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
     """Multiplies on a GPU by torch's own grouped product; sizes of groups stay on the device."""
-    order = None
+
+    def product(rows: Tensor, ends: Tensor) -> Tensor:
+        return torch._grouped_mm(rows.to(whole.dtype), whole.transpose(1, 2), offs=ends).to(out_dtype)
+
     if ends is None:
-        assert ids is not None
-        order, ends = sorted_by_expert(ids, whole.shape[0])
-        x = x[order]
-    y = torch._grouped_mm(x.to(whole.dtype), whole.transpose(1, 2), offs=ends).to(out_dtype)
-    return grouped.mask_rows(y, ends) if order is None else torch.empty_like(y).index_copy_(0, order, y)
+        return sorted_product(x, ids, whole.shape[0], product)
+    return grouped.mask_rows(product(x, ends), ends)
+
+
+def sorted_product(x: Tensor, ids: Tensor | None, experts: int, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """The product of rows of any order, by one of rows that stand by expert and of where each expert's end."""
+    assert ids is not None
+    order, ends = sorted_by_expert(ids, experts)
+    y = product(x[order], ends)
+    return torch.empty_like(y).index_copy_(0, order, y)
 
 
 def sorted_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -120,15 +125,18 @@ def _matrix(values: Tensor, scale_inv: Tensor, quantizer: Quantizer) -> Tensor: 
     return blocks.values(values, scale_inv[:, None] if scope is ROW else scale_inv, quantizer.format, scope)
 
 
-def _each(
+def _product(
     x: Tensor,
     ends: Tensor | None,
     ids: Tensor | None,
-    experts: int,
-    n: int,
-    product: Callable[[Tensor, int], Tensor],
+    sizes: Sequence[int],  # E, N, and more
+    product: Callable[[Tensor, int], Tensor],  # of rows in fp32, and of an expert
+    whole: Callable[[], Tensor],  # (E, N, K), for a GPU
     out_dtype: torch.dtype,
 ) -> Tensor:
+    if x.device.type == "cuda":
+        return product_of_whole(x, ends, ids, whole(), out_dtype)
+    experts, n, *_ = sizes
     y = x.new_zeros((x.shape[0], n), dtype=out_dtype)
     with torch.autocast(x.device.type, enabled=False):  # the op may run inside the user's autocast region
         for expert, rows in _rows(ends, ids, experts):

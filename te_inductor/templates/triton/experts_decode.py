@@ -86,9 +86,9 @@ def _product(
 ) -> Tensor:  # (M, N)
     (count, n), (m, k) = parts[0].shape[:2], x.shape
     if ids is not None and m > MOST_IDS:
-        order, ends = experts.sorted_by_expert(ids, count)
-        y = _product(made, x[order], ends, None, parts, out_dtype, assembly, config)
-        return torch.empty_like(y).index_copy_(0, order, y)
+        return experts.sorted_product(
+            x, ids, count, lambda rows, ends: _product(made, rows, ends, None, parts, out_dtype, assembly, config)
+        )
     config = config or cut(m, count, k, nvfp4=parts[0].dtype == torch.int16, by_ids=ids is not None)
     out = x.new_empty((m, n), dtype=out_dtype)
     if not m:
