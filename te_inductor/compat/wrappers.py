@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -108,12 +109,28 @@ def inside_ddp() -> bool:
 
 
 def ddp_reduces_later() -> bool:
-    """Whether the forward of a DistributedDataParallel runs that leaves gradients to a later backward, as in `no_sync()`.
-    The graph that is being compiled is compiled anew where the answer is another."""
+    """Whether the forward of a DistributedDataParallel runs that leaves gradients to another forward's backward, as in
+    `no_sync()`. The graph that is being compiled is compiled anew where the answer is another."""
     if not inside_ddp():
         return False
     guard_on(_ACTIVE_DDP[0], f"{_ACTIVE_DDP[1]}.require_backward_grad_sync")
-    return not _active_ddp().require_backward_grad_sync
+    ddp = _active_ddp()
+    return not ddp.require_backward_grad_sync and not _is_in_pipeline(ddp)
+
+
+_in_pipelines = WeakSet[Any]()
+
+
+def _is_in_pipeline(ddp: Any) -> bool:
+    """Whether a stage of a pipeline runs a DistributedDataParallel: all forwards in `no_sync()`, and the last backward as
+    if its forward had not been. Ranks that share the stage have one schedule, so equally many microbatches."""
+    stage = imported("torch.distributed.pipelining.stage", "PipelineStage")
+    frame = None if stage is None else sys._getframe()
+    while frame is not None and frame.f_code is not stage.forward_maybe_with_nosync.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is not None:
+        _in_pipelines.add(ddp)
+    return ddp in _in_pipelines
 
 
 # With these DDP has its ranks run other layers than each other, or some of them more often than others.

@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+from torch.nn.parallel import DistributedDataParallel
 
 import te_inductor
 from tests.ranks import Rank
@@ -126,3 +128,25 @@ def observes(rank: Rank) -> Any:
             part = stage(part)
         nn.functional.mse_loss(part, wanted).backward()
     return amaxes(own), amaxes(alone[rank.rank])
+
+
+def replicated(rank: Rank) -> Any:
+    """The state of the rank's stage, of two, behind two steps, and the largest microbatch of each replica: each stage is in
+    DistributedDataParallel on two ranks, whose data are of other magnitude."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "replicas"))
+    groups = {name: mesh[name].get_group() for name in ("stages", "replicas")}
+    place, replica = (mesh[name].get_local_rank() for name in groups)
+    torch.manual_seed(place)
+    stage = Stage()
+    stage.compile(backend="te", options={"recipe": "delayed", "fallback": "error"})
+    # A run for shapes would have DDP end with an error of its own.
+    given, made = (torch.empty(ROWS, WIDTH, requires_grad=needed) for needed in (place > 0, True))
+    piece = PipelineStage(
+        DistributedDataParallel(stage, process_group=groups["replicas"]), place, 2, torch.device("cpu"),
+        input_args=given, output_args=made, group=groups["stages"],
+    )  # fmt: skip
+    schedule = Schedule1F1B(piece, 4, loss_fn=nn.functional.mse_loss)
+    x, target = torch.randn(2, 4 * ROWS, WIDTH, generator=torch.Generator().manual_seed(0)) * (1 + replica)
+    for _ in range(2):
+        schedule.step(*([x] if place == 0 else []), **({"target": target} if place == 1 else {}))
+    return {key: value.tolist() for key, value in te_inductor.state_dict(stage).items()}, x.abs().max().item()

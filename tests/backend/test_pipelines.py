@@ -41,6 +41,18 @@ def test_delayed_scaling_observes_microbatches_alone():
             assert len(amaxes) == 4 and max(amaxes) == pytest.approx(max(expected), rel=0.1)
 
 
+def test_replicas_of_a_stage_in_ddp_have_one_scale():
+    """Each microbatch is a step, although torch's schedules run all forwards in `no_sync()`."""
+    told = ranks("tests.backend.pipeline_ranks", 4, "replicated")["replicated"]
+    largest = max(amax for _, amax in told)
+    for place in range(2):
+        (state, _), (other, _) = told[2 * place : 2 * place + 2]
+        assert state == other
+        for key, value in state.items():
+            assert value != 1.0 if key.endswith(".scale") else sum(amax > 0 for amax in value) == 2 * 4
+    assert max(told[0][0]["up.input.amax_history"]) == pytest.approx(largest, rel=1e-6)
+
+
 @pytest.mark.skipif(not hasattr(PipelineStage, INFERENCE), reason="before 2.13 it runs on `meta`")
 def test_a_run_for_shapes_is_told_from_others(monkeypatch):
     """The one in which it is asked first began before anything counts them."""

@@ -21,12 +21,13 @@ and values].
 
 # Note [Microbatches]
 Ranks may have other numbers of microbatches where these send nothing: in DistributedDataParallel's `no_sync()`, and
-under FSDP2 with `set_requires_gradient_sync(False)` and weights that stay gathered. A reduction of amaxes would wait for
-a rank that has no such microbatch, or take the amaxes of another one. So a graph whose backward reduces no gradients
-reduces no amaxes either: its updates do nothing (`ScaleUpdate.waits`), and what it records stays until the graph whose
-backward does reduce gradients, to which all ranks come equally often, takes the largest amaxes of all microbatches and
-of all ranks, as those of one step. Dynamo guards on what tells the two graphs apart, and compiles both. The microbatches
-of a first step are all first steps, and no graph is compiled anew for their number."""
+under FSDP2 with `set_requires_gradient_sync(False)` and weights that stay gathered. A reduction of amaxes would wait
+for a rank that has no such microbatch, or take the amaxes of another one. So a graph whose backward reduces no
+gradients reduces no amaxes either, but in a pipeline's stage, all of whose forwards are in `no_sync()`: its updates do
+nothing (`ScaleUpdate.waits`), and what it records stays until the graph whose backward does reduce gradients, to which
+all ranks come equally often, takes the largest amaxes of all microbatches and of all ranks, as those of one step.
+Dynamo guards on what tells the two graphs apart, and compiles both. The microbatches of a first step are all first
+steps, and no graph is compiled anew for their number."""
 
 import itertools
 import operator
