@@ -34,6 +34,7 @@ import hashlib
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,7 +65,7 @@ class Agreement:
 class _World:
     """What this rank knows under one default process group."""
 
-    store: Any
+    reference: weakref.ref[Any]  # to its store, whose server ends with the group, so that another may have its address
     rank: int
     prefix: str  # of our keys in the store
     is_fake: bool = False  # one process plays all ranks, and its store may hold nothing
@@ -79,6 +80,13 @@ class _World:
     orders: dict[AmaxGroup, CallOrder] = field(default_factory=dict)
     said: bool = False  # that ranks did not agree
     said_no_group: bool = False
+
+    @property
+    def store(self) -> Any:
+        found = self.reference()
+        if found is None:
+            raise StateError(amax_groups.gone("default"))
+        return found
 
     def has(self, key: str) -> bool:
         return bool(self.store.check([f"{self.prefix}/{key}"]))
@@ -114,7 +122,6 @@ class _World:
         self.store.compare_set(f"{self.prefix}/decision/{name}", "", decision)
 
 
-_worlds = 0
 _world: _World | None = None
 _LOCK = threading.Lock()  # a rank waits at one agreement at a time
 
@@ -295,18 +302,24 @@ def reached(name: str | None) -> bool:
 
 def current() -> _World | None:
     """None where there is one rank."""
-    global _world, _worlds
+    global _world
     if not amax_groups.several_ranks():
         return None
     store = dist.distributed_c10d._get_default_store()
     world = _world
-    if world is None or world.store is not store:
+    if world is None or world.reference() is not store:
         with _LOCK:
-            if _world is None or _world.store is not store:
-                _worlds += 1  # a group that comes after another one may have its store's keys
-                _world = _World(store, dist.get_rank(), f"te_inductor/{_worlds}", dist.get_backend() == "fake")
+            if _world is None or _world.reference() is not store:
+                _world = _new_world(store, dist.get_rank(), dist.get_backend() == "fake")
             world = _world
     return world
+
+
+def _new_world(store: Any, rank: int, is_fake: bool) -> _World:
+    """Makes keys that no group before it has in the same store. Ranks may have been in other numbers of groups, as where
+    one has taken the place of another that died: so the store counts."""
+    groups = 0 if is_fake else store.add(f"te_inductor/groups/{rank}", 1)
+    return _World(weakref.ref(store), rank, f"te_inductor/{groups}", is_fake)
 
 
 def _decide(world: _World, agreement: Agreement) -> str:

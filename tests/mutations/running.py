@@ -23,6 +23,18 @@ MUTATIONS = [
         ("tests/backend/test_ranks.py",),
     ),
     Mutation(
+        "replicas of a pipeline's stage leave their amaxes to a forward that never comes",
+        "    return ddp in _in_pipelines\n",
+        "    return False\n",
+        ("tests/backend/test_pipelines.py",),
+    ),
+    Mutation(
+        "ranks that were in other numbers of groups have other keys for each other",
+        'store.add(f"te_inductor/groups/{rank}", 1)',
+        "1 + rank",
+        ("tests/backend/test_regrouped.py",),
+    ),
+    Mutation(
         "a graph that was compiled for one group of ranks serves another",
         "    return amax_groups.mesh_of(parameter) == mesh\n",
         "    return True\n",
