@@ -10,7 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import context_parallel_unshard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 from te_inductor.passes.pre_grad.attention import inputs, sites
@@ -112,3 +115,50 @@ def program(rank: Rank, kind: str) -> Any:
 
 def _whole(gradient: Any) -> Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+class Plain(nn.Module):
+    """Attention without a mask, by torch's function or by hand."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.by_hand = by_hand
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        scores = q @ k.mT * (WIDTH // HEADS) ** -0.5 if self.by_hand else None
+        y = F.scaled_dot_product_attention(q, k, v) if scores is None else scores.softmax(-1) @ v
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+def of_dtensors(rank: Rank, kind: str) -> Any:
+    """How far the output of attention between ranks is from that of one rank in high precision: "context" parallelism, or
+    tensor parallelism whose layers leave DTensors, by torch's function ("heads") or "hand"; and its gradient's norm."""
+    torch.manual_seed(0)
+    model, x = Plain(kind == "hand"), torch.randn(2, 64, WIDTH)
+    exact = model(x).detach()
+    # Of torch's kernels for CPUs none knows DTensors.
+    with sdpa_kernel(SDPBackend.MATH):
+        run = torch.compile(model, backend="te", options={"recipe": "current", "fallback": "error"})
+        if kind == "context":
+            with context_parallel(rank.mesh, buffers=[x], buffer_seq_dims=[1]):
+                part = run(x.clone())
+                part.square().sum().backward()
+                (y,) = context_parallel_unshard(rank.mesh, [part.detach()], [1])
+        else:
+            plan: Any = {name: ColwiseParallel(use_local_output=False) for name in "qkv"}
+            parallelize_module(model, rank.mesh, plan | {"o": RowwiseParallel()})
+            y = run(x)
+            y.square().sum().backward()
+    return ((y - exact).norm() / exact.norm()).item(), _whole(model.q.weight.grad).norm().item()
+
+
+def stays_local(rank: Rank) -> Any:
+    """How far attention by hand, which context parallelism knows nothing of, is from itself without a compiler."""
+    torch.manual_seed(0)
+    model, x = Plain(by_hand=True), torch.randn(2, 64, WIDTH)
+    run = torch.compile(model, backend="te", options={"recipe": "none", "fallback": "error"})
+    with context_parallel(rank.mesh, buffers=[x], buffer_seq_dims=[1]):
+        found, exact = run(x.clone()), model(x.clone())
+    return ((found - exact).norm() / exact.norm()).item()

@@ -2,7 +2,6 @@
 kernels/fixed_order.py."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 128  # columns that share a scale, where scales change along K
@@ -41,12 +40,13 @@ def attention_gradients(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, in any order of sums: those of torch's attention."""
+    """The gradients of q, k and v, in any order of sums: those of torch's attention, for which
+    `F` may have another function, inside of `context_parallel`."""
     q, k, v = (one.detach().requires_grad_() for one in (q, k, v))
     if any(one.numel() == 0 for one in (dy, q, k, v)):
         dq, dk, dv = (one.new_zeros(one.shape) for one in (q, k, v))
         return dq, dk, dv
     with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
+        y = torch._C._nn.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
         dq, dk, dv = (one.contiguous() for one in torch.autograd.grad(y, (q, k, v), dy))
     return dq, dk, dv

@@ -72,10 +72,10 @@ def _insert(site: Attention, op: Any, *operands: Any, **options: Any) -> fx.Node
 
 
 def _call_plainly(site: Attention, masks: "_Masks") -> fx.Node:
-    """torch's function, without a mask."""
+    """torch's function, without a mask. `F` may have another under its name, inside of `context_parallel`."""
     groups = {"enable_gqa": True} if site.call.grouped else {}
     given: Any = {"dropout_p": site.call.dropout, "is_causal": site.kernel == "causal", "scale": site.call.scale}
-    return _insert(site, torch.nn.functional.scaled_dot_product_attention, **given, **groups)
+    return _insert(site, torch._C._nn.scaled_dot_product_attention, **given, **groups)
 
 
 def _call_in_fixed_order(site: Attention, masks: "_Masks") -> fx.Node:

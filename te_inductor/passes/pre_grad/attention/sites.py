@@ -111,7 +111,8 @@ def _of_call(node: fx.Node, reader: Reader) -> Attention:
 
 def _of_hand(node: fx.Node, reader: Reader, plan: Plan) -> Attention | None:
     """Attention that ends in a product."""
-    found = None if is_wrapped(node) else by_hand.match(node, reader, plan.writes)
+    plain = not is_wrapped(node) and not is_traceable_wrapper_subclass(value(node))
+    found = by_hand.match(node, reader, plan.writes) if plain else None
     if found is None:
         return None
     site, read = found
@@ -185,6 +186,8 @@ def shape_refusal(site: Attention, call: Mapping[str, Any]) -> Refusal | None:
     operands = [value(one) for one in (site.call.q, site.call.k, site.call.v) if is_tensor(one)]
     if len(operands) < 3 or any(one.dim() != 4 or one.is_nested for one in operands) or is_wrapped(site.call.node):
         return Refusal("its operands are not three tensors of (batch, heads, tokens, width)")
+    if is_traceable_wrapper_subclass(operands[0]):  # as of context parallelism's DTensors
+        return Refusal("its operands are of class %s, not plain tensors", type(operands[0]).__name__)
     if not isinstance(site.call.scale, float | int | None) or not isinstance(call.get("is_causal", False), bool):
         return Refusal("its scale, or whether it is causal, is known at the call alone")
     return None
