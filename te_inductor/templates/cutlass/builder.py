@@ -104,7 +104,7 @@ def plan(kernel: Kernel):  # type: ignore[no-untyped-def]
     """quack's plan of a launch, which holds the compiled kernel."""
     import quack.gemm_runtime.host as host
 
-    from te_inductor.templates.cutlass.epilogues import EPILOGUES, quantized
+    from te_inductor.templates.cutlass.epilogues import quantized, unquantized
 
     m, n, k = 1024, 768, 512  # read for strides and to tell rows from columns: every size is symbolic in the kernel
     operands = [empty((rows, k), getattr(torch, name)) for rows, name in ((m, kernel.a), (n, kernel.b))]
@@ -112,7 +112,7 @@ def plan(kernel: Kernel):  # type: ignore[no-untyped-def]
     c = torch.empty_like(out) if kernel.added == ANOTHER else None
     microscaled = SCOPES[kernel.scope].microscaled
     if kernel.activation is None:
-        epilogue = EPILOGUES[kernel.scope, kernel.bias, c is not None]
+        epilogue = unquantized(kernel.scope, kernel.bias, c is not None)
     else:
         epilogue = quantized(kernel.activation, kernel.bias)
     # It asks the device, where this process has none; the number is an argument of the launch.

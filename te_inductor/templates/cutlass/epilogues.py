@@ -13,85 +13,60 @@ from te_inductor.numerics.activation import PointwiseStep, evaluate
 from te_inductor.recipes.formats import MX_1X32, NV_1X16, ROW, TENSOR
 from te_inductor.templates.cutlass.scalar_math import STEPS, rounded
 
-_OF_ROWS = {"a_scale": ColVecLoad("a_scale"), "b_scale": RowVecLoad("b_scale")}
 _BIAS = {"bias": RowVecLoad("bias")}
+_OF_ROWS = {"a_scale": ColVecLoad("a_scale"), "b_scale": RowVecLoad("b_scale")}
 
 
-@gemm_epilogue()
 def scaled(acc, a_scale, b_scale):  # type: ignore[no-untyped-def]
     return {"D": acc * (a_scale * b_scale)}
 
 
-@gemm_epilogue(ops=_BIAS)
 def scaled_bias(acc, a_scale, b_scale, bias):  # type: ignore[no-untyped-def]
     return {"D": acc * (a_scale * b_scale) + bias}
 
 
-@gemm_epilogue(ops=_OF_ROWS)
-def row_scaled(acc, a_scale, b_scale):  # type: ignore[no-untyped-def]
-    return {"D": acc * (a_scale * b_scale)}
-
-
-@gemm_epilogue(ops={**_OF_ROWS, **_BIAS})
-def row_scaled_bias(acc, a_scale, b_scale, bias):  # type: ignore[no-untyped-def]
-    return {"D": acc * (a_scale * b_scale) + bias}
-
-
-@gemm_epilogue()
 def scaled_added(acc, c, a_scale, b_scale):  # type: ignore[no-untyped-def]
     return {"D": acc * (a_scale * b_scale) + c}
 
 
-@gemm_epilogue(ops=_OF_ROWS)
-def row_scaled_added(acc, c, a_scale, b_scale):  # type: ignore[no-untyped-def]
-    return {"D": acc * (a_scale * b_scale) + c}
-
-
-@gemm_epilogue(ops=_BIAS)
 def scaled_bias_added(acc, c, a_scale, b_scale, bias):  # type: ignore[no-untyped-def]
     return {"D": acc * (a_scale * b_scale) + bias + c}
 
 
-@gemm_epilogue(ops={**_OF_ROWS, **_BIAS})
-def row_scaled_bias_added(acc, c, a_scale, b_scale, bias):  # type: ignore[no-untyped-def]
-    return {"D": acc * (a_scale * b_scale) + bias + c}
-
-
-@gemm_epilogue()
 def plain(acc):  # type: ignore[no-untyped-def]
     return {"D": acc}
 
 
-@gemm_epilogue(ops=_BIAS)
 def plain_bias(acc, bias):  # type: ignore[no-untyped-def]
     return {"D": acc + bias}
 
 
-@gemm_epilogue()
 def factor(acc, alpha):  # type: ignore[no-untyped-def]
     return {"D": acc * alpha}
 
 
-@gemm_epilogue(ops=_BIAS)
 def factor_bias(acc, alpha, bias):  # type: ignore[no-untyped-def]
     return {"D": acc * alpha + bias}
 
 
-# The epilogues by the scope of scales, whether there is a bias, and whether another tensor is added.
-EPILOGUES = {
-    (TENSOR.name, False, False): scaled,
-    (TENSOR.name, True, False): scaled_bias,
-    (TENSOR.name, False, True): scaled_added,
-    (TENSOR.name, True, True): scaled_bias_added,
-    (ROW.name, False, False): row_scaled,
-    (ROW.name, True, False): row_scaled_bias,
-    (ROW.name, False, True): row_scaled_added,
-    (ROW.name, True, True): row_scaled_bias_added,
-    (MX_1X32.name, False, False): plain,
-    (MX_1X32.name, True, False): plain_bias,
-    (NV_1X16.name, False, False): factor,
-    (NV_1X16.name, True, False): factor_bias,
+# The functions by the scope of scales, whether there is a bias, and whether another tensor is added.
+_SCALED = {
+    (False, False): scaled,
+    (True, False): scaled_bias,
+    (False, True): scaled_added,
+    (True, True): scaled_bias_added,
 }
+_FUNCTIONS = {
+    TENSOR.name: _SCALED,
+    ROW.name: _SCALED,
+    MX_1X32.name: {(False, False): plain, (True, False): plain_bias},
+    NV_1X16.name: {(False, False): factor, (True, False): factor_bias},
+}
+
+
+def unquantized(scope: str, bias: bool, added: bool) -> Any:
+    of_rows = _OF_ROWS if scope == ROW.name else {}
+    return gemm_epilogue(ops=of_rows | (_BIAS if bias else {}))(_FUNCTIONS[scope][bias, added])
 
 
 def quantized(steps: tuple[PointwiseStep, ...], bias: bool) -> Any:
