@@ -1,5 +1,7 @@
 """Products with a stored NVFP4 weight: the kernels' partial sums, added up where the result is read."""
 
+import functools
+
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings
@@ -97,16 +99,5 @@ def nvfp4_linear_fp8(
     return added_up(op, *args, splits=config.splits, out_dtype=out_dtype, early=False)
 
 
-@lowering(ops_stored.nvfp4_dequantize)
-def nvfp4_dequantize(stored, block_scale, tensor_scale, k, dtype):  # type: ignore[no-untyped-def]
-    return called(ops_stored.nvfp4_dequantize, stored, block_scale, tensor_scale, k, dtype)
-
-
-@lowering(nvfp4_store)
-def nvfp4_store_(weight, amax):  # type: ignore[no-untyped-def]
-    return called(nvfp4_store, weight, amax)
-
-
-@lowering(ops_stored.nvfp4_recast)
-def nvfp4_recast(stored, block_scale, tensor_scale):  # type: ignore[no-untyped-def]
-    return called(ops_stored.nvfp4_recast, stored, block_scale, tensor_scale)
+for _op in (ops_stored.nvfp4_dequantize, ops_stored.nvfp4_recast, nvfp4_store):
+    lowering(_op)(functools.partial(called, _op))
