@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from te_inductor.errors import FallbackError, FallbackWarning
-from te_inductor.presentation.paths import HIDDEN, grouped, nearest, shown
+from te_inductor.presentation.paths import HIDDEN, first_of, grouped, nearest, shown
 from te_inductor.presentation.report import Report
 from te_inductor.presentation.tables import percent
 
@@ -186,13 +186,13 @@ GUARD_RESIZED = (
 
 def guard_kept_out(tensors: Sequence[str]) -> str:
     """The text of the log about outliers that enter no history."""
-    return f"te_inductor guard: an outlier was kept out of the history of {_some(tensors)}"
+    return f"te_inductor guard: an outlier was kept out of the history of {first_of(tensors)}"
 
 
 def guard_casts(tensors: Sequence[str]) -> str:
     """The text of the log about calls in which tensors are cast by their own amaxes."""
     return (
-        f"te_inductor guard: calls cast by own amaxes until scales suit again, as those of {_some(tensors)} did not; a"
+        f"te_inductor guard: calls cast by own amaxes until scales suit again, as those of {first_of(tensors)} did not; a"
         " layer that keeps coming back is moved to another recipe"
     )
 
@@ -200,7 +200,7 @@ def guard_casts(tensors: Sequence[str]) -> str:
 def guard_moved(tensors: Sequence[str], recipes: Sequence[str]) -> str:
     """The text of the log about layers that run by another recipe."""
     return (
-        f"te_inductor guard: no scale of delayed scaling kept suiting {_some(tensors)}; the layers that read them run by"
+        f"te_inductor guard: no scale of delayed scaling kept suiting {first_of(tensors)}; the layers that read them run by"
         f" recipe {_either(recipes)} from the next call on, or in high precision where that is refused. Their graph is"
         " compiled anew for it, once, and te_inductor.state_dict saves it"
     )
@@ -209,7 +209,7 @@ def guard_moved(tensors: Sequence[str], recipes: Sequence[str]) -> str:
 def guard_stays(tensors: Sequence[str], why: str) -> str:
     """The text of the warning about layers that a guard would move and cannot."""
     return (
-        f"te_inductor: no scale of delayed scaling kept suiting {_some(tensors)}, and the layers that read them are"
+        f"te_inductor: no scale of delayed scaling kept suiting {first_of(tensors)}, and the layers that read them are"
         f" not moved to another recipe, because {why} (said once); give these layers recipe 'rowwise', 'block' or 'none'"
         " by the option 'policy'"
     )
@@ -226,10 +226,6 @@ def moved_elsewhere(fqns: Iterable[str], recipes: Sequence[str]) -> str:
 
 def _either(recipes: Sequence[str]) -> str:
     return " or ".join(map(repr, recipes))
-
-
-def _some(tensors: Sequence[str]) -> str:
-    return ", ".join(tensors[:8]) + (f" and {len(tensors) - 8} more" if len(tensors) > 8 else "")
 
 
 def state_was_lost(fqns: Iterable[str]) -> str:

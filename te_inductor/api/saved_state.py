@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from te_inductor import compat
 from te_inductor.errors import StateError, wrong_type
-from te_inductor.presentation.paths import without_wrappers
+from te_inductor.presentation.paths import first_of, without_wrappers
 from te_inductor.runtime.eager.delayed import FP32_MAX, FP32_TINY
 from te_inductor.runtime.state import store
 from te_inductor.runtime.state.misfits import ACTS, acts_of, restart_acts
@@ -191,7 +191,7 @@ def _check_sharding(
     lost = [name for name, p in named if compat.mesh_of_dtensor(p) is not None and id(p) not in wholes]
     if lost and any(map(compat.is_sharded_module, modules)):
         raise StateError(
-            f"FSDP shards {_some(lost)}, and what it gathers of them, with which the state is kept, cannot be found;"
+            f"FSDP shards {first_of(lost, 4)}, and what it gathers of them, with which the state is kept, cannot be found;"
             " expected parameters of modules that torch.distributed.fsdp.fully_shard was called with"
         )
     if (loading or store.any_state()) and any(map(compat.is_flattened_module, modules)):
@@ -228,15 +228,11 @@ def _checked(key: str, field: str, value: object) -> Tensor:
 def _complaint(missing: list[str], unexpected: list[str]) -> str:
     lines = []
     if missing:
-        lines.append(f"state lacks {_some(missing)}: expected every entry that state_dict(model) has")
+        lines.append(f"state lacks {first_of(missing, 4)}: expected every entry that state_dict(model) has")
     if unexpected:
         lines.append(
-            f"state has {_some(unexpected)}: expected <module path>.<{'|'.join(SLOTS)}>.<{'|'.join(FIELDS)}> of a"
+            f"state has {first_of(unexpected, 4)}: expected <module path>.<{'|'.join(SLOTS)}>.<{'|'.join(FIELDS)}> of a"
             " parameter of the model"
         )
     lines.append("load it into the model that it was saved from, or pass strict=False to load what fits")
     return "; ".join(lines)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -44,8 +44,11 @@ def names_of(path: str) -> tuple[str, ...]:
 
 def shown(fqns: Iterable[str]) -> str:
     """Module paths for a message: the first ones, and how many more there are."""
-    names = list(dict.fromkeys(plain(fqn) or "(root)" for fqn in fqns))
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return first_of(list(dict.fromkeys(plain(fqn) or "(root)" for fqn in fqns)))
+
+
+def first_of(names: Sequence[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def nearest(entry: str, fqns: Iterable[str]) -> str:
