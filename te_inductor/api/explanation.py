@@ -13,7 +13,7 @@ from te_inductor import recipes, targets
 from te_inductor.api.eager_products import EagerProduct, EagerProducts, Names, report_of
 from te_inductor.api.lowering import Program, parse_options, plan_of
 from te_inductor.api.statistics import statistics
-from te_inductor.api.tracing import saved_by, traced
+from te_inductor.api.tracing import module_of, saved_by, traced
 from te_inductor.backend import parse, run_passes
 from te_inductor.config import Options
 from te_inductor.errors import OptionError
@@ -111,8 +111,7 @@ def _of_program(
 
 def _beside(model: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
     """The inputs on the meta device, where parameters of the model are."""
-    module = getattr(model, "__self__", model)
-    if not (isinstance(module, nn.Module) and any(one.is_meta for one in module.parameters())):
+    if not any(one.is_meta for one in module_of(model).parameters()):
         return inputs, kwargs
     return pytree.tree_map_only(torch.Tensor, lambda one: one.to("meta"), (inputs, kwargs))
 

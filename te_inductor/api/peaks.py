@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from te_inductor import compat
-from te_inductor.api.tracing import alone, stand_in, traced
+from te_inductor.api.tracing import alone, module_of, stand_in, traced
 from te_inductor.backend import parse, rehearse
 from te_inductor.config import Options
 from te_inductor.errors import OptionError
@@ -173,9 +173,7 @@ def peak_of(
 
 def _always(model: Any, inputs: Any, optimizer: str) -> list[Held]:
     """What is in memory for all of a step."""
-    module = getattr(model, "__self__", model)
-    module = module if isinstance(module, nn.Module) else nn.Module()
-    found = []
+    found, module = list[Held](), module_of(model)
     for name, parameter in module.named_parameters():
         found.append(_held(name.rpartition(".")[0], parameter, PARAMETER))
         if parameter.requires_grad:

@@ -17,6 +17,7 @@ from te_inductor.api.quantization import (
     chosen_weights,
     multiplied_as_one,
     of_structure,
+    shared_by,
     state_of,
     unwrapped,
 )
@@ -178,8 +179,7 @@ def _stored(plan: _Plan, together: list[tuple[MultipliedWeight, Recipe]]) -> Ite
                 f"{name} has values that are not finite, expected finite ones, as the engine has its layer quantized; look"
                 " for the step that made them"
             )
-    with torch.no_grad():
-        shared = kind_of(together[0][1]).shared(whole) if whole[1:] else ()
+    shared = shared_by(whole, together[0][1])
     for (held, recipe), name in zip(together, names, strict=True):
         weight = whole.pop(0)
         made = held.stored(recipe, shared, weight)

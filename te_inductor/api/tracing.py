@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from te_inductor import compat
 from te_inductor.backend import rehearse
@@ -74,6 +74,12 @@ def _inside(model: Callable[..., Any]) -> Callable[..., Any]:
     while hasattr(model, "_torchdynamo_inline"):  # what torch.compile has made of a function
         model = model._torchdynamo_inline
     return model
+
+
+def module_of(model: Any) -> nn.Module:
+    """The module that is called; an empty one of a function."""
+    module = getattr(model, "__self__", model)
+    return module if isinstance(module, nn.Module) else nn.Module()
 
 
 def saved_by(gm: fx.GraphModule, options: Options, inputs: Sequence[Any]) -> list[SavedSite]:

@@ -17,7 +17,7 @@ from te_inductor.api.calibration.knapsack import choose
 from te_inductor.api.calibration.policy import CalibratedLayer, Calibration
 from te_inductor.api.calibration.times import GraphTimes, merged, times_of
 from te_inductor.api.calibration.units import Unit, allowed, cast_alone, policy_of, rank_correlation
-from te_inductor.api.tracing import traced
+from te_inductor.api.tracing import module_of, traced
 from te_inductor.backend import parse, run_passes
 from te_inductor.config import Options
 from te_inductor.errors import OptionError, wrong_type
@@ -128,7 +128,7 @@ def _read(
     given = [_batch(batch) for batch in batches]
     if not given:
         raise OptionError("batches is empty, expected the arguments of at least one call")
-    if any(one.is_meta for one in _parameters(model)):
+    if any(one.is_meta for one in module_of(model).parameters()):
         raise OptionError(
             "the model is on the meta device, which holds no numbers to measure errors of; expected its weights. Inputs"
             " of `step` may be there"
@@ -140,11 +140,6 @@ def _batch(given: Any) -> Batch:
     if isinstance(given, Mapping):
         return (), dict(given)
     return (given if isinstance(given, tuple) else (given,)), {}
-
-
-def _parameters(model: Callable[..., Any]) -> list[nn.Parameter]:
-    module = getattr(model, "__self__", model)
-    return list(module.parameters()) if isinstance(module, nn.Module) else []
 
 
 def timed(model: Callable[..., Any], step: Batch, options: Options, there: targets.Target | None) -> list[GraphTimes]:
@@ -166,7 +161,7 @@ def timed(model: Callable[..., Any], step: Batch, options: Options, there: targe
         run(*args, **kwargs)
     graphs = [graph for graph in found if graph is not None]
     if found and not graphs:
-        device = next((one.device for one in _parameters(model)), torch.device("cpu"))
+        device = next((one.device for one in module_of(model).parameters()), torch.device("cpu"))
         name = targets.of(device).name if there is None else there.product
         raise OptionError(
             f"no layer could be timed on {name}, expected a device whose GEMMs were timed, and layers of at least 16"
@@ -194,5 +189,5 @@ def _on_meta(model: Callable[..., Any]) -> Callable[..., Any]:
 def _device_name(model: Callable[..., Any], there: targets.Target | None) -> str:
     if there is not None:
         return there.product
-    device = next((one.device for one in _parameters(model)), torch.device("cpu"))
+    device = next((one.device for one in module_of(model).parameters()), torch.device("cpu"))
     return targets.of(device).product or targets.of(device).name
