@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from te_inductor.errors import OptionError
-from te_inductor.presentation.paths import by_kind, chunks, kind, named, plain
+from te_inductor.presentation.paths import by_kind, chunks, grouped, kind, named, plain
 from te_inductor.presentation.printed import Printed
 from te_inductor.presentation.report import Site
 from te_inductor.presentation.tables import Column
@@ -96,12 +96,13 @@ _LOWEST = 3  # products are named below the table
 def _rows(gemms: Sequence[GemmAccuracy], details: bool) -> Iterator[tuple[str, ...]]:
     """Two rows for each GEMM of a kind of layers, or, with `details`, of a layer."""
     everyone = list(dict.fromkeys(gemm.fqn for gemm in gemms))
-    groups: dict[tuple[object, ...], list[GemmAccuracy]] = {}
-    for place, gemm in enumerate(gemms):
-        key = (place,) if details else (kind(gemm.fqn), gemm.recipe, gemm.gemm, gemm.a.format, gemm.b.format)
-        groups.setdefault(key, []).append(gemm)
+
+    def key(gemm: GemmAccuracy) -> object:
+        return kind(gemm.fqn), gemm.recipe, gemm.gemm, gemm.a.format, gemm.b.format
+
+    alike = sorted(grouped(gemms, key).values(), key=lambda group: everyone.index(group[0].fqn))
     last = None
-    for group in sorted(groups.values(), key=lambda group: 0 if details else everyone.index(group[0].fqn)):
+    for group in [[gemm] for gemm in gemms] if details else alike:
         paths = list(dict.fromkeys(gemm.fqn for gemm in group))
         name = named(paths, everyone)
         for operands in ([gemm.a for gemm in group], [gemm.b for gemm in group]):
@@ -123,12 +124,8 @@ def _rows(gemms: Sequence[GemmAccuracy], details: bool) -> Iterator[tuple[str, .
 
 def _worst_and_median(decibels: Sequence[float | None]) -> tuple[str, str]:
     values = [float("inf") if one is None else one for one in decibels]
-    worst, middle = min(values), median(values)
-    return _shown(None if worst == float("inf") else worst), _shown(None if middle == float("inf") else middle)
-
-
-def _shown(decibels: float | None) -> str:
-    return "exact" if decibels is None else f"{decibels:.1f}"
+    worst, middle = ("exact" if one == float("inf") else f"{one:.1f}" for one in (min(values), median(values)))
+    return worst, middle
 
 
 # ---- The picture: layers down, operands across, with the figures in the cells. Colours mean the same in every picture:
