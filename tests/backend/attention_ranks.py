@@ -138,7 +138,7 @@ def of_dtensors(rank: Rank, kind: str) -> Any:
     torch.manual_seed(0)
     model, x = Plain(kind == "hand"), torch.randn(2, 64, WIDTH)
     exact = model(x).detach()
-    # Of torch's kernels for CPUs none knows DTensors.
+    # None of the kernels that torch has for CPUs takes DTensors.
     with sdpa_kernel(SDPBackend.MATH):
         run = torch.compile(model, backend="te", options={"recipe": "current", "fallback": "error"})
         if kind == "context":
