@@ -262,7 +262,7 @@ def test_a_triton_kernel_may_write_what_it_is_given():
     nodes["y"].meta["example_value"] = torch.empty(32, 32)
     call = graph.call_function(triton_kernel_wrapper_mutation, (), {"kernel_idx": 0, "kwargs": {"ptr": nodes["w"]}})
     graph.output(graph.call_function(F.linear, (nodes["y"], nodes["v"])))
-    found = writes.of_dynamo(fx.GraphModule({}, graph).graph)
+    found = writes.DynamoWrites(fx.GraphModule({}, graph).graph)
     assert {letter for letter, node in nodes.items() if found.anywhere(node)} == {"w"}
     assert aliases.is_opaque(call)
 

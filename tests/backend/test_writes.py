@@ -10,7 +10,7 @@ from torch import fx
 
 from te_inductor import compat
 from te_inductor.passes.graph.operators import name
-from te_inductor.passes.graph.writes import of_dynamo
+from te_inductor.passes.graph.writes import DynamoWrites
 from tests import uncompiled, writes
 from tests.writes import DIM, TOKENS, Case, Program, Write
 
@@ -59,7 +59,7 @@ def test_where_a_write_stands(form):
         return gm.forward
 
     torch.compile(program, backend=backend, fullgraph=True)(torch.randn(4, 4))
-    found = of_dynamo(graphs[0].graph)
+    found = DynamoWrites(graphs[0].graph)
     of = {name(node): node for node in graphs[0].graph.nodes}
     assert found.between([of["sin"]], of["cos"], of["tan"]) and found.anywhere(of["sin"])
     assert found.between([of["sin"]], of["sin"], of["cos"]) == (form in UNPLACED)

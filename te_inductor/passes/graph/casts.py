@@ -12,7 +12,7 @@ from torch import fx
 from te_inductor import ops
 from te_inductor.ops.casts import CASTS
 from te_inductor.passes.graph.aliases import origins
-from te_inductor.passes.graph.writes import Writes, of_aten
+from te_inductor.passes.graph.writes import AtenWrites, Writes
 
 aten = torch.ops.aten
 QUANTIZE = frozenset((*CASTS, ops.hadamard, ops.tensor_amax, ops.current_scale))
@@ -50,7 +50,7 @@ _SHARED = QUANTIZE | {
 def share(graph: fx.Graph) -> None:
     """Replace each repeated `_SHARED` node by the first."""
     seen: dict[Any, fx.Node] = {}
-    writes = of_aten(graph)
+    writes = AtenWrites(graph)
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in _SHARED:
             continue

@@ -115,10 +115,10 @@ class Writes:
         return self._find(body)
 
 
-class _DynamoWrites(Writes):
-    """The writes of a graph of Dynamo's, whose fake tensors share storages and count versions."""
+class DynamoWrites(Writes):
+    """The writes of a graph that Dynamo traced for some inputs, whose fake tensors share storages and count versions."""
 
-    def __init__(self, root: fx.Graph, inputs: Sequence[object]) -> None:
+    def __init__(self, root: fx.Graph, inputs: Sequence[object] = ()) -> None:
         super().__init__(root, memory)
         counters: dict[Place, set[int]] = defaultdict(set)
         counted: dict[Place, set[int]] = defaultdict(set)
@@ -138,7 +138,7 @@ class _DynamoWrites(Writes):
         self._unplaced |= {place for place, versions in counted.items() if versions != {known[place]}}
 
 
-class _AtenWrites(Writes):
+class AtenWrites(Writes):
     """The writes of a graph of ATen's operators, whose schemas say what shares memory and what writes."""
 
     def __init__(self, root: fx.Graph) -> None:
@@ -153,16 +153,6 @@ def last_read(node: fx.Node) -> fx.Node | None:
     """Says until when what an operation in the place of a node reads has to stay as it is: None where a backward may
     read it again, which autograd holds to the same values."""
     return None if requires_grad(node) else node
-
-
-def of_dynamo(root: fx.Graph, inputs: Sequence[object] = ()) -> Writes:
-    """The writes of a graph that Dynamo traced for these inputs."""
-    return _DynamoWrites(root, inputs)
-
-
-def of_aten(root: fx.Graph) -> Writes:
-    """The writes of a graph of ATen's operators."""
-    return _AtenWrites(root)
 
 
 def chain(node: fx.Node, *sources: fx.Node) -> list[fx.Node]:

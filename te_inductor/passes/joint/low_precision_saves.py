@@ -118,12 +118,8 @@ def _row(one: Saved) -> SavedSite:
         one.bytes_before,
         one.bytes_after,
         reason,
-        _is_meant(one.refusal),
+        one.refusal is not None and one.refusal.outside,
     )
-
-
-def _is_meant(refusal: Refusal | None) -> bool:
-    return refusal is not None and refusal.outside
 
 
 def _place(node: fx.Node) -> str:

@@ -45,7 +45,8 @@ _CONSTANTS = (torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default)
 
 
 def mark(graph: fx.Graph) -> None:
-    backward = _after([node for node in graph.find_nodes(op="placeholder") if "tangent" in str(node.target)])
+    tangents = [node for node in graph.find_nodes(op="placeholder") if "tangent" in str(node.target)]
+    backward = set(reached(tangents, lambda node: node.users))
     if not backward:
         return
     backward |= _values_of_copies(graph, backward)
@@ -91,7 +92,9 @@ def _release_masks(graph: fx.Graph, backward: set[fx.Node]) -> None:
     byte. The GEMM's output, from which the backward makes both, takes as much room, and is written anyway."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.le.Scalar):
         relu: Any = back_past(node.args[0], is_view)  # of an alias
-        if relu.target is not torch.ops.aten.relu.default or not _is_product(relu.args[0]):
+        if relu.target is not torch.ops.aten.relu.default:
+            continue
+        if back_past(relu.args[0], is_view).target is not ops.scaled_mm:
             continue
         marked = node in backward or "recompute" in node.meta or "recompute" in relu.meta
         if not marked and any(user.target in TWO_WAY_KNOWN for user in _readers(relu)):
@@ -106,11 +109,6 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
             yield from _readers(user)
         else:
             yield user
-
-
-def _is_product(node: fx.Node) -> bool:
-    """Whether it is a GEMM's output, or a view of one."""
-    return back_past(node, is_view).target is ops.scaled_mm
 
 
 def _is_random(node: fx.Node) -> bool:
@@ -150,7 +148,7 @@ def _release_weights(graph: fx.Graph, backward: set[fx.Node], available: set[fx.
     for node in graph.nodes:
         if node.target not in CASTS or node in backward or "recompute" in node.meta:
             continue
-        copies = [user for user in node.users if _is_item(user)] or [node]
+        copies = [user for user in node.users if user.target is operator.getitem] or [node]
         size = sum(bytes_of(copy.meta["val"]) for copy in copies if not backward.isdisjoint(copy.users))
         sources = _sources(node)
         if size and _is_dgrads(node, sources):
@@ -230,10 +228,6 @@ def _sources(cast: fx.Node) -> list[fx.Node]:
     return list(source) if isinstance(source, list | tuple) else [source]
 
 
-def _is_item(node: fx.Node) -> bool:
-    return node.target is operator.getitem
-
-
 def _is_of_weight(cast: fx.Node, sources: Sequence[fx.Node]) -> bool:
     """Whether a cast makes a dgrad's operand of inputs of the graph, and its column copy takes no second look for
     scales that the row copy has found."""
@@ -291,11 +285,6 @@ def _is_of_input(x: fx.Node) -> bool:
     return back_past(x, is_view_or_cast).op == "placeholder"
 
 
-def _after(starts: list[fx.Node]) -> set[fx.Node]:
-    """Everything that depends on one of `starts`, with them."""
-    return set(reached(starts, lambda node: node.users))
-
-
 def _available(graph: fx.Graph, backward: set[fx.Node]) -> set[fx.Node]:
     """What the backward reads, all of it, and the pointwise functions and views of that alone.
 
@@ -341,7 +330,8 @@ def _origins(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         again = node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
         if large and (again or all(value.itemsize >= source.meta["val"].itemsize for source in large)):
             [origin, *others] = {found[source] for source in large}
-            if not others and not (is_pointwise(node) and is_pointwise(origin) and not _is_wider(node, origin)):
+            is_wider = value.itemsize > origin.meta["val"].itemsize
+            if not others and (is_wider or not (is_pointwise(node) and is_pointwise(origin))):
                 found[node] = origin
     return found
 
@@ -350,10 +340,6 @@ def _is_vector(node: fx.Node) -> bool:
     """Whether a node is a vector of the graph's inputs, as a norm's bias is, which are in memory anyway."""
     value = tensor_of(node)
     return node.op == "placeholder" and value is not None and value.dim() == 1
-
-
-def _is_wider(a: fx.Node, b: fx.Node) -> bool:
-    return a.meta["val"].itemsize > b.meta["val"].itemsize  # type: ignore[no-any-return]
 
 
 def _is_little(node: fx.Node) -> bool:

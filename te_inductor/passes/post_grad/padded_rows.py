@@ -32,7 +32,8 @@ def pad(graph: fx.Graph, devices: tuple[str, ...] = ("cuda",)) -> None:
         rows = values[0].shape[0]
         if not all(isinstance(value.shape[0], int) for value in values) or values[0].device.type not in devices:
             continue
-        wanted = _quantizer(node).padded(rows)
+        quantizer: Any = node.args[-1]
+        wanted = quantizer.padded(rows)
         if wanted != rows:
             for piece in pieces:
                 if piece not in padded:
@@ -51,10 +52,6 @@ def _pieces(node: fx.Node) -> list[fx.Node]:
     if node.target is ops.quantize_pieces_delayed and node.args[1] == _ROWS_FIRST:
         return list(node.args[0])  # type: ignore[arg-type]
     return []
-
-
-def _quantizer(node: fx.Node) -> Any:
-    return node.args[-1]
 
 
 def _padded(x: fx.Node, rows: int) -> fx.Node:

@@ -248,7 +248,7 @@ class Plan:
     @functools.cached_property
     def writes(self) -> writes.Writes:
         """What the graph writes, and where. Asked for once, behind the passes that put nodes in."""
-        return writes.of_dynamo(self.gm.graph, self.inputs)
+        return writes.DynamoWrites(self.gm.graph, self.inputs)
 
     def may_autocast(self, device: torch.device) -> bool:
         """Whether torch.autocast, around the graph or within it, may cast operands of products on a device."""
@@ -277,4 +277,4 @@ class LoweredPlan(Plan):
 
     @functools.cached_property
     def writes(self) -> writes.Writes:
-        return writes.of_aten(self.gm.graph)
+        return writes.AtenWrites(self.gm.graph)

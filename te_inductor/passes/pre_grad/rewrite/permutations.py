@@ -14,10 +14,9 @@ last of these.
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor import ops
@@ -25,7 +24,7 @@ from te_inductor.passes.graph import operators
 from te_inductor.passes.graph.operators import name
 from te_inductor.passes.graph.tracing import traced_into
 from te_inductor.passes.graph.values import is_tensor, value
-from te_inductor.passes.graph.writes import Writes, chain, last_read, of_aten
+from te_inductor.passes.graph.writes import AtenWrites, Writes, chain, last_read
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites import rule
 from te_inductor.passes.pre_grad.sites.exchanges import Exchanges
@@ -136,7 +135,7 @@ def rewrite_scattered_rows(plan: Plan) -> None:
     graph = plan.gm.graph
     if not any(site.low for site in plan.experts):
         return
-    writes = of_aten(graph)
+    writes = AtenWrites(graph)
     for node in graph.find_nodes(op="call_function", target=aten.index_put.default):
         found = _scattered(node)
         if found is None:
@@ -145,14 +144,10 @@ def rewrite_scattered_rows(plan: Plan) -> None:
         if writes.behind([zeros, order, *chain(places, order)], node):
             continue
         with graph.inserting_before(node):
-            [made] = traced_into(graph, partial(_summed, each), [rows, order], node)
+            [made] = traced_into(graph, lambda *given, each=each: [ops.sum_rows(*given, each)], [rows, order], node)
         rule.replace(node, made)
     graph.eliminate_dead_code()
     plan.gm.recompile()
-
-
-def _summed(each: int, rows: Tensor, order: Tensor) -> list[Tensor]:
-    return [ops.sum_rows(rows, order, each)]
 
 
 def _scattered(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, int] | None:

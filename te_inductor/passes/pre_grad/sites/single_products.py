@@ -17,14 +17,14 @@ from te_inductor.passes.graph.operators import Call
 from te_inductor.passes.graph.tracing import take_place
 from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.views import Chain, source
-from te_inductor.passes.graph.writes import Writes, of_aten
+from te_inductor.passes.graph.writes import AtenWrites, Writes
 
 aten = torch.ops.aten
 
 
 def inline(graph: fx.Graph) -> None:
     """Write every such product of a graph of ATen ops as one of matrices."""
-    inlined = _Inlined(graph, of_aten(graph))
+    inlined = _Inlined(graph, AtenWrites(graph))
     found = [node for node in graph.nodes if _is_single(node)]
     for node in found:
         inlined.write(node)
