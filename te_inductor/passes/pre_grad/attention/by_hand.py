@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph import operators
 from te_inductor.passes.graph.module_path import module_path
+from te_inductor.passes.graph.node_kinds import has_shape
 from te_inductor.passes.graph.operators import Kind, name
 from te_inductor.passes.graph.tracing import method
 from te_inductor.passes.graph.values import is_tensor, value
@@ -183,7 +184,8 @@ def _masked(node: fx.Node, scores: Scores, walk: "_Walk", reader: Reader) -> fx.
     called, _, in_place = operators.read(node)
     if called == "add" and len(node.args) == 2 and all(map(is_tensor, node.args)) and not node.kwargs:
         for place in (0,) if in_place else (0, 1):
-            if _path(node.args[place], {}) is not None and _have_shape(node, node.args[place]):
+            scored: Any = node.args[place]
+            if _path(scored, {}) is not None and has_shape(value(scored), value(node).shape):
                 mask: Any = node.args[1 - place]
                 if in_place and value(mask).dtype is not value(node).dtype:
                     raise _Unread(node)
@@ -195,7 +197,7 @@ def _masked(node: fx.Node, scores: Scores, walk: "_Walk", reader: Reader) -> fx.
         return None
     predicate, smallest, scored = hidden
     place = [*node.args].index(scored)
-    if not _have_shape(node, scored):
+    if not has_shape(value(scored), value(node).shape):  # which is broadcast
         raise _Unread(node)
     hiding = Added([Hiding(predicate, smallest, "scores")])
     _merge(hiding, node.args[1 - place], value(node).dtype, walk)  # type: ignore[arg-type]
@@ -220,12 +222,6 @@ def _merge(part: Added | Refusal, given: fx.Node, dtype: torch.dtype, walk: "_Wa
     if merged is None:
         raise _Unread("two biases are added, whose sum is rounded")
     call.added, call.given = merged, call.given or given
-
-
-def _have_shape(node: fx.Node, operand: Any) -> bool:
-    """Whether a node's operand is not broadcast in it."""
-    one, other = value(node).shape, value(operand).shape
-    return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
 
 
 def _scaled(node: fx.Node, walk: "_Walk") -> fx.Node:

@@ -243,14 +243,13 @@ def _arange(call: _Call) -> Callable[[Index], Expr] | None:
     return lambda index: found["start"] + found["step"] * index[0]
 
 
-def _where(call: _Call) -> Callable[[Index], Expr] | None:
-    operands = [call.argument(0, "condition"), call.argument(1, "input"), call.argument(2, "other")]
-    return call.elementwise(operands, lambda condition, one, other: select(truth(condition), one, other))
+def _choice(*names: tuple[int, str]) -> _Rule:
+    """The rule of a condition and two tensors, which are arguments of these places and names."""
 
+    def choose(condition: Expr, one: Expr, other: Expr) -> Expr:
+        return select(truth(condition), one, other)
 
-def _masked_fill(call: _Call) -> Callable[[Index], Expr] | None:
-    operands = [call.argument(1, "mask"), call.argument(2, "value"), call.argument(0, "input")]
-    return call.elementwise(operands, lambda condition, one, other: select(truth(condition), one, other))
+    return lambda call: call.elementwise([call.argument(*name) for name in names], choose)
 
 
 def _triangle(keeps: Callable[[Expr, Expr], Expr]) -> _Rule:
@@ -455,8 +454,8 @@ _RULES: Mapping[str, _Rule] = {
     "logical_and": _logic(operator.and_, logical=True),
     "logical_or": _logic(operator.or_, logical=True),
     **dict.fromkeys(("invert", "bitwise_not", "logical_not"), _invert),
-    "where": _where,
-    "masked_fill": _masked_fill,
+    "where": _choice((0, "condition"), (1, "input"), (2, "other")),
+    "masked_fill": _choice((1, "mask"), (2, "value"), (0, "input")),
     "tril": _triangle(sympy.Le),
     "triu": _triangle(sympy.Ge),
     "diff": _diff,

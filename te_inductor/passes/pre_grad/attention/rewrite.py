@@ -3,7 +3,7 @@ computed."""
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -353,23 +353,18 @@ def _places_of_bias(site: Attention) -> str:
 def _score(site: Attention, rows: Sequence[str] | None, biases: int) -> fx.GraphModule:
     """What is done to a score: a soft cap, and a bias; and in a row without any key, whose scores vanish beside the
     smallest number, zero, with the gradient of what that number is added to. `rows` are the places that say which."""
-    graph = fx.Graph()
-    tracer = fx.proxy.GraphAppendingTracer(graph)
-    places: dict[str, Any] = {
-        called: fx.Proxy(graph.placeholder(called), tracer) for called in ("score", "b", "h", "q", "k")
-    }
+    graph, given = fx.Graph(), [f"bias_{number}" for number in range(biases)]
+    places = _inputs(graph, ["score", "b", "h", "q", "k", *([] if rows is None else ["empty"]), *given])
     score = places["score"]
     if site.call.softcap is not None:
         score = torch.tanh(score / site.call.softcap) * site.call.softcap
-    empty: Any = None if rows is None else fx.Proxy(graph.placeholder("empty"), tracer)
     biased = score
-    for number in range(biases):
-        given: Any = fx.Proxy(graph.placeholder(f"bias_{number}"), tracer)
+    for bias in map(places.__getitem__, given):
         read = tuple(places[place] for place in _places_of_bias(site))
-        biased = biased + (given[read] if read else given) * site.call.added.scale
+        biased = biased + (bias[read] if read else bias) * site.call.added.scale
     if rows is not None:
         added, learns = site.call.added, score if site.call.added.replaces("bias") else biased
-        is_empty, zero = empty[tuple(places[place] for place in rows)], learns - learns.detach()
+        is_empty, zero = places["empty"][tuple(places[place] for place in rows)], learns - learns.detach()
         if site.proof.learns:
             zero = torch.where(predicate.evaluate(Writer({}).write(site.proof.learns), places, []), zero, 0.0)
         biased = torch.where(is_empty, 0.0 if added.replaces("scores") and not site.proof.alone else zero, biased)
@@ -380,11 +375,16 @@ def _score(site: Attention, rows: Sequence[str] | None, biases: int) -> fx.Graph
 def _attends(tree: Any, tensors: int) -> fx.GraphModule:
     """The predicate as FlexAttention calls it."""
     graph = fx.Graph()
-    tracer = fx.proxy.GraphAppendingTracer(graph)
-    places = {called: fx.Proxy(graph.placeholder(called), tracer) for called in ("b", "h", "q", "k")}
-    given = [fx.Proxy(graph.placeholder(f"tensor_{place}"), tracer) for place in range(tensors)]
-    graph.output(predicate.evaluate(tree, places, given).node)
+    places = _inputs(graph, "bhqk")
+    given = _inputs(graph, [f"tensor_{place}" for place in range(tensors)])
+    graph.output(predicate.evaluate(tree, places, list(given.values())).node)
     return fx.GraphModule({}, graph)
+
+
+def _inputs(graph: fx.Graph, names: Iterable[str]) -> dict[str, Any]:
+    """Inputs of a graph, by their names, with which Python computes nodes of it."""
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    return {name: fx.Proxy(graph.placeholder(name), tracer) for name in names}
 
 
 def _added(module: fx.GraphModule, called: str, made: fx.GraphModule) -> str:
