@@ -70,25 +70,20 @@ def _is_moved(expected: bool, parameter: Tensor) -> bool:
 
 def note_forms(agreements: Sequence[Agreement], candidates: Iterable[Candidate]) -> None:
     """Note the precision of a graph's layers, of which ranks may agree to reduce amaxes together."""
-    sites = [site for site in candidates if site.delayed is not None and _stays_here(site.match)]
+    sites = [site for site in candidates if site.delayed is not None and not site.match.between_ranks]
     agreement.note_forms(agreements, [(_layer(site, site.delayed), site.low) for site in sites])
 
 
 def form_of(site: Candidate, recipe: Recipe | None) -> bool | None:
     """Whether ranks that reduce amaxes with this one have a site in low precision, which then stays so for any number
     of rows; None where none do."""
-    if not isinstance(recipe, DelayedScaling) or not _stays_here(site.match):
+    if not isinstance(recipe, DelayedScaling) or site.match.between_ranks:
         return None
     return agreement.form_of(_layer(site, recipe))
 
 
 def _layer(site: Candidate, recipe: Recipe | None) -> Hashable:
     return site.fqn, *site.match.sizes[1:], recipe
-
-
-def _stays_here(match: Match) -> bool:
-    """Whether a layer exchanges no tensors with other ranks, so that these need not have as many rows."""
-    return not any(part.between_ranks for part in match.parts)
 
 
 class GroupsOf:

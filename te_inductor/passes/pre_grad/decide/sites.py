@@ -99,8 +99,9 @@ def check_sites(plan: Plan) -> None:
     for candidate in plan.candidates:
         match, weight = candidate.match, value(candidate.match.weight)
         if candidate.recipe is not None and candidate.recipe.of_stored_weights and not candidate.stored:
+            plain = not (match.transposed or match.parts or match.before or match.behind)
             candidate.refusal = (
-                requirements.not_stored(candidate.recipe, weight, candidate.rule.pattern, _is_plain(match))
+                requirements.not_stored(candidate.recipe, weight, candidate.rule.pattern, plain)
                 or regions.refusal(candidate.place.regions)
                 or transforms.refusal(transforms_of.get(match.node))
                 or candidate.rule.check(match)
@@ -144,10 +145,6 @@ _LEARNS = {
     "weights": Refusal("each forward stores the weight, which learns"),
     "wgrad": Refusal("its gradient goes straight through the cast of the weight, to autograd"),
 }
-
-
-def _is_plain(match: Match) -> bool:
-    return not (match.transposed or match.parts or match.before or match.behind)
 
 
 def _refusal_here(match: Match, plan: Plan) -> Refusal | None:

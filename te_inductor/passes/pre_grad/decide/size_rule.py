@@ -59,7 +59,6 @@ from te_inductor.passes.pre_grad.decide.cast_costs import (
     BackwardGemm,
     Layer,
     Layers,
-    Maker,
     Makers,
     Scales,
     Weights,
@@ -198,23 +197,22 @@ def _judged(
     )
 
 
-def _layers(rows: int, sites: Sequence[Candidate], makers: Makers, weights: str) -> Layers:
+def _weigh_layers(
+    rows: int, sites: Sequence[Candidate], makers: Makers, weights: str, rates: targets.Rates
+) -> Weighing:
     match = sites[0].match
     dgrad, wgrad = _backward(sites)
     x = makers.of_input(match)
     if wgrad and wgrad.high and not wgrad.dequantized and x == "kernel":
         x = "shared kernel"  # wgrad reads it too
-    kept: Weights = "once" if weights == "once" else "each_call"
-    return Layers(
-        rows,
-        match.sizes[2],
-        tuple(Layer(site.match.sizes[1], _gradient(site, makers)) for site in sites),
-        x,
-        _scales(sites[0]),
-        dgrad,
-        wgrad,
-        "gathered" if _is_gathered(match) else kept,
+    layers = tuple(
+        Layer(site.match.sizes[1], "loss" if site.match.knows_gradient else makers.of_gradient(site.match))
+        for site in sites
     )
+    how: Weights = "once" if weights == "once" else "each_call"
+    if match.gather is not None and match.gather.refusal is None:  # of which each rank casts a part
+        how = "gathered"
+    return of_layers(Layers(rows, match.sizes[2], layers, x, _scales(sites[0]), dgrad, wgrad, how), rates)
 
 
 def _backward(sites: Sequence[Candidate]) -> tuple[BackwardGemm | None, BackwardGemm | None]:
@@ -231,17 +229,6 @@ def _backward(sites: Sequence[Candidate]) -> tuple[BackwardGemm | None, Backward
         return BackwardGemm(None if other is None else _scales_of(other), other is None, operands.dequantized)
 
     return of("dgrad", slots.dgrad_operands), of("wgrad", slots.wgrad_operands)
-
-
-def _gradient(site: Candidate, makers: Makers) -> Maker:
-    """What makes the gradient of a layer's output."""
-    return "loss" if site.match.knows_gradient else makers.of_gradient(site.match)
-
-
-def _weigh_layers(
-    rows: int, sites: Sequence[Candidate], makers: Makers, weights: str, rates: targets.Rates
-) -> Weighing:
-    return of_layers(_layers(rows, sites, makers, weights), rates)
 
 
 def _weigh_experts(
@@ -270,11 +257,6 @@ EXPERTS = _Weigher(_weigh_experts, 1.0, NARROW_EXPERTS, NARROW_EXPERTS)
 
 def _weigher_of(match: Match) -> _Weigher:
     return EXPERTS if match.groups else LAYERS
-
-
-def _is_gathered(match: Match) -> bool:
-    """Whether the graph gathers the weight, of which each rank then casts a part."""
-    return match.gather is not None and match.gather.refusal is None
 
 
 def _scales(site: Candidate) -> Scales:
@@ -345,7 +327,8 @@ def _seconds_of_device(plan: Plan, rates: targets.Rates) -> float:
     flops = sum(product.flops * _gemms(product.node) for product in plan.products.all if product.flops is not None)
     made = sum(_made(module) for module in plan.graph_modules())
     sent = sum(_made(module, "all_to_all_single") for module in plan.graph_modules())
-    return flops / rates.bf16_flops + _MOVED[_learns(plan)] * (made / rates.bytes + sent / _LINK)
+    learns = any(_gemms(product.node) > 1 for product in plan.products.all)
+    return flops / rates.bf16_flops + _MOVED[learns] * (made / rates.bytes + sent / _LINK)
 
 
 def _seconds_of_host(plan: Plan, rates: targets.Rates, more: int) -> float | None:
@@ -356,10 +339,6 @@ def _seconds_of_host(plan: Plan, rates: targets.Rates, more: int) -> float | Non
     if graphs or (plan.program.cpp_wrapper and not plan.leaves):
         return None
     return rates.host_launch * (_LAUNCHES_OF_A_GEMM * sum(_gemms(product.node) for product in plan.products.all) + more)
-
-
-def _learns(plan: Plan) -> bool:
-    return any(_gemms(product.node) > 1 for product in plan.products.all)
 
 
 def _gemms(node: fx.Node) -> int:

@@ -61,11 +61,8 @@ def report_losses(plan: Plan) -> None:
         if refusal is None and not site.low and not found.outputs:
             why = Refusal("the output layer stays in high precision")
         how = how if why is None else "as_written"
-        plan.outcome.report.losses.append(LossSite(site.fqn, _name(found), how, None if why is None else str(why)))
-
-
-def _name(found: Reading) -> str:
-    return "log_softmax" if found.reduction == "picked" else "cross_entropy"
+        form = "log_softmax" if found.reduction == "picked" else "cross_entropy"
+        plan.outcome.report.losses.append(LossSite(site.fqn, form, how, None if why is None else str(why)))
 
 
 def rewrite_losses(plan: Plan) -> None:

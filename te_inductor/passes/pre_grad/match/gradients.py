@@ -18,7 +18,7 @@ Experts' products are the same, w and dw being (E, N, K), with the same ends of 
 products that torch has not makes both gradients in one call, which names x, w and dy."""
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -119,9 +119,10 @@ class _Products:
                 continue
             if b == w.t:
                 dgrads.setdefault(a, node)
-            if b == x and _rows(node) == _columns(site):
+            rows, columns = value(node).shape[-2:]
+            if b == x and rows == value(site).shape[-1]:
                 wgrads.setdefault(a.t, (node, False))
-            elif a == x.t and _columns(node) == _columns(site):
+            elif a == x.t and columns == value(site).shape[-1]:
                 wgrads.setdefault(b, (node, True))
         for dy in dict.fromkeys((*dgrads, *wgrads)):
             dgrad, (wgrad, turned) = dgrads.get(dy), wgrads.get(dy, (None, False))
@@ -180,7 +181,7 @@ def list_lost_gradients(plan: Plan) -> None:
     layer's."""
     sites = {site.match.node for site in plan.candidates}
     reached: dict[fx.Node, set[int]] = {}
-    for place, node in enumerate(_outputs(plan.gm.graph)):
+    for place, node in enumerate(pytree.arg_tree_leaves(*plan.gm.graph.output_node().args)):
         if isinstance(node, fx.Node):
             reached.setdefault(node, set()).add(place)
     described = plan.gm.graph.output_node().meta.get("desc", ())
@@ -194,10 +195,6 @@ def list_lost_gradients(plan: Plan) -> None:
         if isinstance(parameter, str) and product is not None:
             path = without_wrappers(parameter).removesuffix(".weight")
             plan.products.unlowered.append(Unlowered(product, SitePlace("", path), LOST, "wgrad"))
-
-
-def _outputs(graph: fx.Graph) -> Sequence[Any]:
-    return pytree.arg_tree_leaves(*graph.output_node().args)
 
 
 def _at(described: Any, place: int) -> Any:
@@ -312,11 +309,3 @@ def _multiplied(node: fx.Node) -> _Multiplied | None:
         given = operators.grouped_operands(node)
         found = [given.get(key) for key in ("x", "weight", "offs")]
     return _Multiplied(*found) if found[0] is not None and all(is_tensor(one) for one in found) else None  # type: ignore[arg-type]
-
-
-def _rows(node: fx.Node) -> int | torch.SymInt:
-    return value(node).shape[-2]
-
-
-def _columns(node: fx.Node) -> int | torch.SymInt:
-    return value(node).shape[-1]

@@ -120,14 +120,14 @@ def follow_ranks(plan: Plan) -> None:
 
 def compare_ranks(plan: Plan) -> None:
     """Raise where another rank runs a layer of tensors that go between ranks otherwise."""
-    sites = [site for site in plan.candidates if _goes_between(site)]
+    sites = [site for site in plan.candidates if site.match.between_ranks]
     if sites:
         decisions.compare(_layers(sites), list(map(_decided, sites)))
 
 
 def compare_compiles(plan: Plan) -> None:
     """Raise where this rank alone could not compile such layers as it had decided, or another rank could not."""
-    sites = [site for site in plan.candidates if _goes_between(site)]
+    sites = [site for site in plan.candidates if site.match.between_ranks]
     if sites:
         how = "as the user wrote it, since its compile failed" if plan.outcome.report.failure else "as decided"
         decisions.compare(_layers(sites), [f"{site.fqn or '(root)'} {how}" for site in sites], "compiled")
@@ -135,10 +135,6 @@ def compare_compiles(plan: Plan) -> None:
 
 def _layers(sites: Sequence[Candidate]) -> object:
     return [(site.fqn, plain(site.match.sizes), _ranks(site), _trains(site)) for site in sites]
-
-
-def _goes_between(site: Candidate) -> bool:
-    return any(part.between_ranks for part in site.match.parts)
 
 
 def _trains(site: Candidate) -> bool:

@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -168,12 +168,8 @@ def _spread_annotations(graph: fx.Graph) -> None:
     `torch.fx.traceback.annotate`, for whose sake they stand there; at the end of the graph, of the node in front. What
     torch says by it, as `region_activation_memory_budget`, is refused where some op is not in the region."""
     for nodes in (reversed(graph.nodes), graph.nodes):
-        _copy_annotations(node for node in nodes if node.op.startswith("call_"))
-
-
-def _copy_annotations(nodes: Iterable[fx.Node]) -> None:
-    annotations = None
-    for node in nodes:
-        if not node.meta and annotations:
-            node.meta["custom"] = annotations
-        annotations = node.meta.get("custom")
+        annotations = None
+        for node in (node for node in nodes if node.op.startswith("call_")):
+            if not node.meta and annotations:
+                node.meta["custom"] = annotations
+            annotations = node.meta.get("custom")

@@ -22,7 +22,7 @@ from te_inductor.passes.graph.operators import swaps
 from te_inductor.passes.graph.tracing import take_place, traced_into
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.match.gradients import matrix
-from te_inductor.passes.pre_grad.plan import Plan
+from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites.grouped import Grouped
 from te_inductor.passes.pre_grad.sites.linear import Addmm, ParameterProduct
 from te_inductor.passes.pre_grad.sites.part import Backward, Gradients
@@ -38,9 +38,7 @@ _REGIONS = {"wrap_with_autocast": "torch.autocast", "wrap_with_set_grad_enabled"
 
 def refuse_what_has_no_place(plan: Plan) -> None:
     """Sites whose layer such a graph cannot hold."""
-    for site in plan.candidates:
-        if site.refusal is not None or site.slots is None:
-            continue
+    for site in _running(plan):
         backward = site.match.part(Backward)
         site.refusal = None if backward is None else backward.unplaced
         if site.delayed:
@@ -54,13 +52,14 @@ def refuse_what_has_no_place(plan: Plan) -> None:
 
 def refuse_what_is_in_no_program(plan: Plan) -> None:
     """Sites that a program which leaves this process cannot hold, as it has no kernel for some experts."""
-    for site in plan.candidates:
-        if site.refusal is None and site.slots is not None:
-            site.refusal = _in_no_program(site.match, site.slots)
+    for site in _running(plan):
+        refusals = (part.refuse_in_program(site.match, site.slots) for part in site.match.parts)  # type: ignore[arg-type]
+        site.refusal = next(filter(None, refusals), None)
 
 
-def _in_no_program(match: Match, slots: Slots) -> Refusal | None:
-    return match.first_refusal(lambda part: part.refuse_in_program(match, slots))
+def _running(plan: Plan) -> list[Candidate]:
+    """The sites that would run in low precision."""
+    return [site for site in plan.candidates if site.refusal is None and site.slots is not None]
 
 
 def _in_a_body(plan: Plan, graph: fx.Graph) -> Refusal:
@@ -81,12 +80,8 @@ def _in_a_body(plan: Plan, graph: fx.Graph) -> Refusal:
 
 def refuse_batches(plan: Plan) -> None:
     """Products whose backward is not looked for."""
-    for site in plan.candidates:
-        if (
-            site.refusal is None
-            and site.slots is not None
-            and not isinstance(site.rule, ParameterProduct | Addmm | Grouped)
-        ):
+    for site in _running(plan):
+        if not isinstance(site.rule, ParameterProduct | Addmm | Grouped):
             site.refusal = Refusal("not mm, addmm or a grouped product, which are read in a graph with a backward")
 
 

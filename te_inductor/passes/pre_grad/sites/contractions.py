@@ -215,7 +215,8 @@ def _replace(
         if value(p).dim() > 2:
             rows, columns = torch.Size(n).numel(), torch.Size(k).numel()
             p = call(aten.reshape.default, p, [columns, rows] if inner_first else [rows, columns])
-        linear = y = call(torch.matmul, x, p) if inner_first else call(aten.linear.default, x, p, *_given(bias))
+        op = torch.matmul if inner_first else aten.linear.default
+        linear = y = call(op, x, p, *([] if bias is None else [bias]))
         if len(n) > 1:
             y = call(aten.unflatten.int, y, -1, n)
         written = _written(output, layer, made)
@@ -227,10 +228,6 @@ def _replace(
     node.replace_all_uses_with(y)
     graph.erase_node(node)
     return linear, Inlined(y, [other for other in new if other is not y], was)
-
-
-def _given(bias: fx.Node | None) -> list[fx.Node]:
-    return [] if bias is None else [bias]
 
 
 def _written(output: torch.Tensor, layer: EinsumLayer, made: str) -> str:

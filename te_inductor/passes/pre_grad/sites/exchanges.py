@@ -42,8 +42,7 @@ class ExchangeNodes:
 
     @property
     def splits(self) -> list[fx.Node]:
-        found = [one for one in (*self.sent, *self.received, self.order) if isinstance(one, fx.Node)]
-        return found
+        return [one for one in (*self.sent, *self.received, self.order) if isinstance(one, fx.Node)]
 
 
 @dataclass(frozen=True)

@@ -209,19 +209,15 @@ def with_gather(match: Match) -> Match:
     found: Any = value(shard)
     if not any(placement.is_shard() for placement in found.placements):
         return match  # nothing is gathered
-    gather = Gather(shard, value(local).dtype, _backward_dtype(whole, found.dtype), (local, whole))
+    _, _, options = compat.method_call(whole) or ("", (), {})
+    reduced = options.get("backward_dtype") or found.dtype
+    gather = Gather(shard, value(local).dtype, reduced, (local, whole))
     return match.having(replace(gather, refusal=_refusal(match, gather)))
 
 
 def _calls(node: fx.Node, method: str) -> bool:
     call = compat.method_call(node)
     return call is not None and call[0] == method
-
-
-def _backward_dtype(whole: fx.Node, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which the gradient of a shard of this dtype is reduced."""
-    _, _, options = compat.method_call(whole) or ("", (), {})
-    return options.get("backward_dtype") or dtype
 
 
 def _refusal(match: Match, gather: Gather) -> Refusal | None:
@@ -240,12 +236,9 @@ def _refusal(match: Match, gather: Gather) -> Refusal | None:
         return Refusal("what is gathered of it is placed as %s", made.placements)
     _, args, options = compat.method_call(local) or ("", (), {})
     placements = options.get("grad_placements") or ()
-    if args or len(placements) != len(shard.placements) or not all(map(_is_sum, placements)):
+    sums = all(placement.is_partial() and placement.reduce_op == "sum" for placement in placements)
+    if args or len(placements) != len(shard.placements) or not sums:
         return Refusal("its gradient is placed as %s, expected partial sums", placements or None)
     if len(whole.users) > 1 or len(local.users) > 1:
         return SHARED
     return None
-
-
-def _is_sum(placement: Any) -> bool:
-    return bool(placement.is_partial()) and placement.reduce_op == "sum"

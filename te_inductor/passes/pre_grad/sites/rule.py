@@ -94,6 +94,11 @@ class Match:
         return any(part.knows_gradient for part in self.parts)
 
     @property
+    def between_ranks(self) -> bool:
+        """Whether the layer exchanges tensors with other ranks, so that these need as many rows."""
+        return any(part.between_ranks for part in self.parts)
+
+    @property
     def end(self) -> fx.Node:
         """The last of the nodes whose place the layer takes."""
         return self.behind[-1] if self.behind else self.node
