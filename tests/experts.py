@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401 (its op; torch 2.11 traces no import of a lazy module)
 from torch import Tensor, nn
 
 from te_inductor import ops, recipes
@@ -31,8 +32,6 @@ def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """torch's, which is for bf16 where code is compiled; else the op that transformers has for that."""
     if w.dtype == torch.bfloat16 and w.shape[1] % 8 == w.shape[2] % 8 == 0:  # else torch refuses
         return F.grouped_mm(x.to(w.dtype), w, offs=ends)
-    import transformers.integrations.moe  # noqa: F401
-
     return torch.ops.transformers.grouped_mm_fallback(x, w, offs=ends)  # type: ignore[no-any-return]
 
 

@@ -134,6 +134,14 @@ def _guarded_source(node: fx.Node) -> Any:
     return None if TracingContext.try_get() is None else getattr(node, "_dynamo_source", None)
 
 
+def _asked_each_time(builder: Any, guard: Any) -> Any:
+    """The manager of a tensor's guards, which are asked at each call. Dynamo (2.11) takes tensors for immutable, and asks
+    nothing of those in a dict whose entries are the same as before. Which holds for a tensor, is settled when its manager
+    is made: by the first of its guards, which is ours, as Dynamo sorts them by the line of their function in its file."""
+    with torch._dynamo.config.patch(skip_tensor_guards_with_matching_dict_tags=False):
+        return builder.get_guard_manager(guard)
+
+
 def guard_on_attribute(node: fx.Node, parameter: object, name: str) -> None:
     """Have Dynamo compare the type of an attribute of a graph's input, or that there is none, before each run of the
     graph that it is compiling. Where something else calls the backend there is nobody to compare."""
@@ -143,6 +151,7 @@ def guard_on_attribute(node: fx.Node, parameter: object, name: str) -> None:
     source = _guarded_source(node)
     if source is None:
         return
+    install_guard(source.make_guard(_asked_each_time))
     attribute = AttrSource(source, name)
     if hasattr(parameter, name):
         install_guard(attribute.make_guard(GuardBuilder.TYPE_MATCH))
@@ -162,7 +171,8 @@ def guard_on_tensor(node: fx.Node, holds: Callable[[torch.Tensor], bool], what: 
         return False
 
     def create(builder: Any, guard: Any) -> None:
-        builder.get_guard_manager(guard).add_lambda_guard(holds, [f"{what}({guard.name})"], guard.user_stack)
+        manager = _asked_each_time(builder, guard)
+        manager.add_lambda_guard(holds, [f"{what}({guard.name})"], guard.user_stack)
 
     install_guard(source.make_guard(create))
     return True

@@ -71,6 +71,7 @@ OPTIONS = {
     "max_autotune_gemm": "likewise",
     "optimize_ddp": "what traces a model wants its graph whole",
     "recompile_limit": "2.11 and 2.12 have no `isolate_recompiles`",
+    "skip_tensor_guards_with_matching_dict_tags": "2.11 asks no guard of a tensor in a dict that has not changed",
 }
 
 

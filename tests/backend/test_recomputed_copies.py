@@ -45,7 +45,7 @@ class Model(nn.Module):
         y = self.first(x)
         z = self.before(self, y)
         beside = {RETURNED: lambda: z, tanh_beside: lambda: z.tanh()}.get(self.before)
-        return (self.last(z), beside()) if beside else self.last(z)
+        return self.last(z) if beside is None else (self.last(z), beside())
 
 
 def attention(model, y):
