@@ -106,7 +106,8 @@ class NVFP4Product:
     ) -> Tensor:
         weight, m = (stored, block_scale, tensor_scale), x.shape[0]
         _fixed(stored)
-        sizes, casts, gone = Sizes(m, stored.shape[0], x.shape[1]), prefill == "fp8", leaves(nvfp4_weight_only)
+        n, k = int(stored.shape[0]), int(x.shape[1])  # torch 2.11 has a symbol for K, which no cache takes
+        sizes, casts, gone = Sizes(m, n, k), prefill == "fp8", leaves(nvfp4_weight_only)
         chosen = _chosen if isinstance(m, int) and not gone else _chosen.__wrapped__
         family = chosen(targets.of(x.device), sizes, x.dtype, out_dtype, casts, gone)
         if family is cublaslt.WRITTEN_OUT:

@@ -8,15 +8,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
 
-from te_inductor import compat
+from te_inductor import compat, quantize_, targets
+from te_inductor.ops import experts, stored
 from te_inductor.passes import post_grad
 from tests import uncompiled
 from tests.recipes import strict
 from tests.support.autograd import same
+from tests.support.kernels import H200
 
 COLUMNS = 128  # whole blocks
 
@@ -65,3 +69,21 @@ def test_symbolic_numbers_are_no_tensors(recipe):
     compile_fx = functools.partial(uncompiled.compile_fx, see=see, decompositions=select_decomp_table())
     with mock.patch.object(compat, "compile_fx", compile_fx):
         assert same(step(recipe, True), step(recipe, False))
+
+
+@pytest.mark.parametrize("count", [0, 4])  # of experts
+def test_columns_that_meet_a_stored_weight_are_its_own(count, monkeypatch):
+    """torch 2.11 has a symbol for them under ``dynamic=True``, by which no kernel is looked up."""
+    monkeypatch.setattr(targets, "of", lambda device: H200)
+    parts = quantize_(nn.Linear(512, 256, bias=False, dtype=torch.bfloat16), "nvfp4_weight_only").weight.parts
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    symbols = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.DYNAMIC])
+    x = mode.from_tensor(torch.randn(40, 512, dtype=torch.bfloat16), symbolic_context=symbols)
+    whole = [part.expand(count, *part.shape) if count else part for part in parts]
+    weight = [mode.from_tensor(part.contiguous(), static_shapes=True) for part in whole]
+    with mode:
+        if count:
+            y = experts.nvfp4_product(x, torch.zeros(count, dtype=torch.int32), None, *weight)
+        else:
+            y = stored.NVFP4Product.product(x, *weight, "fp8", torch.bfloat16)
+    assert y.shape[1] == 256
