@@ -42,6 +42,9 @@ SMALLEST = 1 << 20  # bytes of a tensor that is worth a copy to the host
 AHEAD = 16  # tensors that are copied back before the backward asks for them: about what two blocks save
 SKIPPED = 3  # steps that compile, or record the first amaxes; they are in no rate and no peak
 KEPT = {"bf16": 1.0, "saved": 0.45, "fp8": 0.67}  # of what a layer saves in bf16, about
+# Bytes of an element between an MLP's layers in its backward: four tensors, or three and copies of those that GEMMs read.
+WRITTEN = {"bf16": 8, "fp8": 12}
+STEPPED = 20  # bytes of an element whose states are of 8 bits, in a step: weight, gradient and states in fp32
 
 
 class Offload(saved_tensors_hooks):
@@ -96,25 +99,33 @@ def like(tensor: Tensor, device: str, pinned: bool) -> Tensor:
 
 
 def expected(model: Any, tokens: int, args: argparse.Namespace) -> dict[str, float]:
-    """Bytes at the peak, by sums. A layer saves its input, the sum behind attention, q, k, v, attention's output, gate
-    and up; with checkpoints its input, and one layer the rest. What is on the host is not counted."""
-    recipe, options, optimizer = args.recipe, args.options, args.optimizer
-    config = model.config
+    """Bytes at the peak, by sums: where the head's weight takes its step, or in the backward of a block, whichever is
+    more. A layer saves its input, the sum behind attention, q, k, v, attention's output, gate and up; with checkpoints
+    its input, and one layer the rest. What is on the host is not counted."""
+    config, is_bf16 = model.config, args.recipe == "bf16"
     parameters = sum(parameter.numel() for parameter in model.parameters())
     block = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
     heads = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
     layer = 4 * config.hidden_size + 2 * heads + 2 * config.intermediate_size
-    kept = KEPT["bf16" if recipe == "bf16" else "saved" if options.get("saved") == "low_precision" else "fp8"]
+    kept = KEPT["bf16" if is_bf16 else "saved" if args.options.get("saved") == "low_precision" else "fp8"]
     saved = 2.0 * kept * layer * tokens
     inputs = 2.0 * config.hidden_size * tokens if args.checkpoint else saved
-    layers = 2 if args.offload else config.num_hidden_layers
-    return {
+    held = {
         "weights": 2.0 * parameters,
-        "states of the optimizer": parameters * (2 * (1 + 4 / 256) if optimizer == "8bit" else 4),
-        "gradients of one block, or of the head": 2.0 * max(block, model.lm_head.weight.numel()),
-        "saved for the backward": inputs * layers + (saved if args.checkpoint else 0.0),
-        "logits and their gradient": 6.0 * tokens * config.vocab_size if recipe == "bf16" else 0.0,
+        "states of the optimizer": parameters * (2 * (1 + 4 / 256) if args.optimizer == "8bit" else 4),
+        "saved for the backward": inputs * (2 if args.offload else config.num_hidden_layers),
     }
+    at_the_head = {
+        "the head's gradient and step": (2.0 + (STEPPED if args.optimizer == "8bit" else 0))
+        * model.lm_head.weight.numel(),
+        "logits and their gradient": 6.0 * tokens * config.vocab_size if is_bf16 else 0.0,
+    }
+    in_a_block = {
+        "gradients of one block": 2.0 * block,
+        "what its backward reads and writes": (saved if args.checkpoint else 0.0)
+        + WRITTEN["bf16" if is_bf16 else "fp8"] * config.intermediate_size * tokens,
+    }
+    return held | max(at_the_head, in_a_block, key=lambda parts: sum(parts.values()))
 
 
 def step_in_backward(model: nn.Module, optimizer: str, rate: float) -> list[torch.optim.Optimizer]:

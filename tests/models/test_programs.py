@@ -187,12 +187,19 @@ def test_an_optimizer_in_the_backward_is_the_optimizer(without_codegen, monkeypa
     assert losses(True) == losses(False) == losses(True, offloads=True)
 
 
-def test_sums_of_a_full_finetune():
-    """Llama-3-8B: 16 GB of weights, as much of states, and what 32 layers save of 8192 tokens."""
+@pytest.mark.parametrize(
+    ("command", "peak"),  # GiB, measured
+    [
+        ("--recipe bf16", 69.4),
+        ("--recipe delayed", 58.4),
+        ('--recipe delayed --options {"saved":"low_precision"}', 50.9),
+        ("--batch 4 --context 32768 --checkpoint --offload", 62.2),
+    ],
+)
+def test_sums_of_a_full_finetune(command, peak):
+    """Of Llama-3-8B; what was measured is in docs/performance.md and docs/guides/checkpointing_and_memory.md."""
     model = llama("8b", 128256, device="meta", dtype=torch.bfloat16)
-    args = full_finetune.parsed([])
-    sums = full_finetune.expected(model, 8192, args)
-    assert sums["weights"] == 16_060_522_496 and sums["saved for the backward"] == pytest.approx(
-        0.67 * 32 * 736 * 2**20
-    )
-    assert sum(sums.values()) < 80e9
+    args = full_finetune.parsed(command.split())
+    sums = full_finetune.expected(model, args.batch * args.context, args)
+    assert sums["weights"] == 16_060_522_496
+    assert sum(sums.values()) / full_finetune.GIB == pytest.approx(peak, rel=0.05)
