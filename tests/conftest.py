@@ -66,15 +66,12 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Modules and tests stay to the end: the garbage collector need not look through them again and again. Behind that it
-    looks less often than Python has it, as a compile makes a million objects, most of which go by themselves."""
+    """Modules and tests stay to the end: the garbage collector need not look through them again and again."""
     gc.disable()
     try:
         return (yield)
     finally:
-        gc.freeze()
-        gc.set_threshold(50_000, 20, 50)
-        gc.enable()
+        hastened.collect_seldom()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -32,8 +32,9 @@ TORCH = (
     # What a first compile imports, an eighth of a second.
     *("torch.utils.cpp_extension", "torch.distributed.tensor.experimental", "torch._inductor.runtime.caching"),
     *("te_inductor.lowerings.choices", "te_inductor.passes.joint", "te_inductor.passes.post_grad"),
+    *("torch._inductor.compiler_bisector", "torch._dynamo.repro.after_dynamo", "sympy.tensor.tensor"),
 )
-RANKS = (*TORCH, "torch.distributed.fsdp", "torch.distributed.device_mesh")
+RANKS = (*TORCH, "torch.distributed.fsdp", "torch.distributed.device_mesh", "pytest")
 TRITON = (*TORCH, "triton", "triton.backends.compiler", "torch._inductor.runtime.triton_heuristics")
 # Threads do not survive a fork; generated code, and so the keys of caches, know how many there are.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -104,7 +105,23 @@ class Server:
             )
 
 
-PROGRAMS = Server(RANKS)  # for programs that want torch and the package
+PROGRAMS = Server(RANKS, warm="tests.forked")  # for programs that want torch and the package
+
+
+def warm() -> None:
+    """Traces a function, and reads torch's and Triton's sources for the keys of caches: a second of what each program that
+    compiles would take. No process is forked from one whose autograd has run, so that this function has no gradient, or
+    that has asked for a GPU, as a trace does on a build of torch that could use one."""
+    import torch
+    from torch._dynamo.utils import counters
+    from torch._inductor.codecache import CacheBase, torch_key
+
+    torch_key()
+    if torch.version.cuda is None:
+        torch.compile(torch.sin, backend="eager")(torch.ones(1))
+        torch._dynamo.reset()
+        counters.clear()
+        CacheBase.get_system()
 
 
 def serve(modules: list[str], libraries: list[str], warm: str, listening: int, path: str) -> None:
@@ -125,8 +142,7 @@ def serve(modules: list[str], libraries: list[str], warm: str, listening: int, p
         patch.start()
     if warm:
         importlib.import_module(warm).warm()
-    gc.freeze()  # the programs' collectors neither look through the modules nor copy their memory
-    gc.enable()
+    hastened.collect_seldom()  # in the programs too, whose collectors then copy no memory of the modules
     listener, connected = socket.socket(fileno=listening), 0
     while True:
         if select.select([listener], [], [], 0.2 if connected else 0)[0]:

@@ -131,7 +131,7 @@ def test_left(name):
     assert backend.keys == []
 
 
-@pytest.mark.parametrize("name", ["repeated", "written"])
+@pytest.mark.parametrize("name", [pytest.param("repeated", marks=pytest.mark.thorough), "written"])
 def test_any_batch_in_generated_code(name):
     run = torch.compile(TAKEN[name], backend="te", dynamic=True, options={"fallback": "silent"})
     with torch.no_grad():

@@ -17,7 +17,7 @@ FOLDERS = ("te_inductor", "tests", "benchmarks", "examples", "docs")
 
 DEFINITION = re.compile(r"^[ \t]*# Note \[([^\]\n]+)\][ \t]*$", re.MULTILINE)
 REFERENCE = re.compile(r"\bNote\s+(?:#\s*)?\[([^\]]+)\]")
-LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 URL = re.compile(r"\w+://\S+")
 FILE = re.compile(r"(?<![\w./-])([\w.-]+(?:/[\w.-]+)*\.(?:py|cpp|md|toml|txt))\b(?![\w/])")
 COMMAND = re.compile(r"python3? -m ((?:benchmarks|examples|tests|te_inductor)[\w.]*)")
@@ -55,14 +55,17 @@ def slug(heading: str) -> str:
 
 
 def page_errors(text: str, folder: Path, root: Path = ROOT) -> Iterable[str]:
-    """Links, files and modules that a page in `folder` names and that do not exist."""
-    for target in LINK.findall(text):
+    """Links, files and modules that a page in `folder` names and that do not exist, and files that it names where it links
+    to others."""
+    for told, target in LINK.findall(text):
         if URL.match(target) or target.startswith("mailto:"):
             continue
         name, _, anchor = target.partition("#")
         path = folder / name if name else None
         if path is not None and not path.exists():
             yield f"link {target}"
+        elif path is not None and FILE.fullmatch(told) and Path(told).name != path.name:
+            yield f"link {target}, called {told}"
         elif anchor:
             page = text if path is None else path.read_text()
             if anchor not in map(slug, HEADING.findall(page)):
@@ -123,6 +126,7 @@ def test_a_good_note_is_not():
         ("[here](missing.md)", "link missing.md"),
         ("[here](../te_inductor/missing.py)", "link ../te_inductor/missing.py"),
         ("[here](performance.md#no-such-heading)", "heading performance.md#no-such-heading"),
+        ("[performance.md](ledger.md)", "link ledger.md, called performance.md"),
         ("[here](#no-such-heading)", "heading #no-such-heading"),
         ("`te_inductor/missing.py` does it", "file te_inductor/missing.py"),
         ("see tests/missing.cpp.", "file tests/missing.cpp"),

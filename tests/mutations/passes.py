@@ -72,8 +72,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a cached graph saves in low precision what the modules of another model are named for",
-        "ours = package_hash(), self.entries, self.modules",
-        "ours = package_hash(), self.entries",
+        "SavingPartitioner(theirs, entries, tell, modules)",
+        "SavingPartitioner(theirs, entries, tell)",
         ("tests/backend/test_caches.py",),
     ),
     Mutation(

@@ -191,11 +191,18 @@ def test_an_empty_tensor_records_nothing():
     assert amax.item() == 3.0
 
 
-@pytest.mark.parametrize("element", ["e4m3", pytest.param("e5m2", marks=pytest.mark.thorough)])
-def test_casts_with_a_known_scale(element, compiled):
-    """A compile of seconds a size: of E5M2 one that fills no vector."""
+@pytest.mark.parametrize(
+    ("element", "sizes"),
+    [
+        ("e4m3", [(33, 70), (128, 64)]),
+        pytest.param("e4m3", SIZES, marks=pytest.mark.thorough),
+        pytest.param("e5m2", [(33, 70)], marks=pytest.mark.thorough),
+    ],
+)
+def test_casts_with_a_known_scale(element, sizes, compiled):
+    """A compile of seconds a size: in the quick round one that fills vectors and one that does not."""
     quantizer = Quantizer(element)
-    for content, size in itertools.product(CONTENTS, SIZES if element == "e4m3" else [(33, 70)]):
+    for content, size in itertools.product(CONTENTS, sizes):
         x = CONTENTS[content](*size)
         for scale in (1.0, 2.0**-126, casts.FP32_MAX, 0.3, 448 / 3):
             known = torch.tensor(scale)
