@@ -109,14 +109,19 @@ PROGRAMS = Server(RANKS, warm="tests.forked")  # for programs that want torch an
 
 
 def warm() -> None:
-    """Traces a function, and reads torch's and Triton's sources for the keys of caches: a second of what each program that
-    compiles would take. No process is forked from one whose autograd has run, so that this function has no gradient, or
-    that has asked for a GPU, as a trace does on a build of torch that could use one."""
+    """Traces a function, imports what generates code, and reads sources for the keys of caches: a second of what each
+    program that compiles would take. No process is forked from one whose autograd has run, so that this function has no
+    gradient, or that has asked for a GPU, as a trace does on a build of torch that could use one."""
     import torch
     from torch._dynamo.utils import counters
     from torch._inductor.codecache import CacheBase, torch_key
+    from torch._inductor.codegen.common import init_backend_registration
 
+    from te_inductor.passes.graph.custom_pass import package_hash
+
+    init_backend_registration()
     torch_key()
+    package_hash()
     if torch.version.cuda is None:
         torch.compile(torch.sin, backend="eager")(torch.ones(1))
         torch._dynamo.reset()

@@ -7,8 +7,8 @@ compiles it as users do: a fault of the compiler's own shows there (docs/ledger/
 
 Guards are timed with the processor's caches flushed, 24 ms a graph, and each says which line made it. Each graph is
 printed several times, and each fake mode reads the sources of its stack. So does each seed, for three kinds of devices
-that are not there, which was most of what an empty test cost. Each compile writes all options down as JSON. Who sets
-TORCH_LOGS or TORCH_TRACE gets all of that.
+that are not there, which was most of what an empty test cost. Each compile writes all options down as JSON, and Dynamo reads
+each file that it traces once more, for the names of its functions. Who sets TORCH_LOGS or TORCH_TRACE gets all of that.
 
 Dynamo has the garbage collector look through what is young behind each compile, 2% of a round. A compile makes a million
 objects, most of which go by themselves.
@@ -56,7 +56,7 @@ def _without_optimization() -> Any:
 
 def _without_logs() -> list[Any]:
     from torch import cuda, fx, mtia, xpu
-    from torch._dynamo import config, guards, utils
+    from torch._dynamo import config, guards, symbolic_convert, utils
     from torch._inductor import sizevars
     from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
     from torch._subclasses import fake_tensor
@@ -87,6 +87,7 @@ def _without_logs() -> list[Any]:
         *((device, "traceback", lambda _: without_stacks) for device in (cuda, mtia, xpu)),
         *((utils, f"_{name}_for_logging", unwritten) for name in OPTIONS),
         (config, "run_gc_after_compile", lambda _: False),
+        (symbolic_convert, "get_funcname", lambda _: lambda filename, lineno: None),
         (guards, "get_verbose_code_part", lambda _: lambda code_part, guard: code_part),
         (guards, "profile_guard_manager", lambda _: lambda *arguments: 0.0),
         (fx.GraphModule, "print_readable", printed),
