@@ -233,7 +233,7 @@ def refused(rank: Rank) -> Any:
     cases = {
         "partial": (OfPlacements(rank.mesh, [Shard(0)]), DTensor.from_local(x, rank.mesh, [Partial()])),
         "uneven weight": (OfPlacements(rank.mesh, [Shard(0)], rows=63), distribute_tensor(x, rank.mesh, whole)),
-        "uneven input": (OfPlacements(rank.mesh, whole), distribute_tensor(x[:, :31], rank.mesh, [Shard(1)])),
+        "uneven input": (OfPlacements(rank.mesh, whole), distribute_tensor(x[0, :31], rank.mesh, [Shard(0)])),
         "grid": (OfPlacements(grid, [Replicate(), Shard(0)]), distribute_tensor(x, grid, [Replicate(), Replicate()])),
         "inside": (OfPlacements(rank.mesh, [Shard(1)]), distribute_tensor(x, rank.mesh, whole)),
         "bias": (OfPlacements(rank.mesh, [Shard(1)], bias=whole), distribute_tensor(x, rank.mesh, [Shard(2)])),

@@ -61,8 +61,9 @@ def words_are_set(head, x, labels):
 
 
 def pseudo_labels(head, x, labels):
+    """The largest logits, by more than what rounds."""
     logits = head(x)
-    return flat(logits, logits.argmax(-1))
+    return flat(logits, (logits + 9 * F.one_hot(labels.clamp(min=0), WORDS)).argmax(-1))
 
 
 def in_no_grad(head, x, labels):
@@ -113,8 +114,9 @@ def sums_are_read_without_gradients(head, x, labels):
 
 
 def sums_choose_labels(head, x, labels):
-    logits = head(x).float()
-    sure = logits.logsumexp(-1) > 4.9
+    """Every second token is sure, by far more than what rounds."""
+    logits = head(x * torch.tensor([0.25, 4], dtype=x.dtype).repeat(TOKENS // 2)[:, None]).float()
+    sure = logits.logsumexp(-1) > 5.5
     return flat(logits, torch.where(sure, labels, -100))
 
 

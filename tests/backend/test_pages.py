@@ -24,7 +24,7 @@ README = ROOT / "README.md"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 EXECUTED = [README, *(page for page in PAGES if page.parent.name in ("start", "guides"))]
 # What a block may need, and whether it is here; a package takes half a minute of C++, which test_packages.py spends.
-NEEDS = {"gpu": False, "package": False} | {
+NEEDS = {"gpu": False, "package": False, "torch-2.13": torch.__version__ >= (2, 13)} | {
     name: find_spec(name) is not None
     for name in ("accelerate", "autoparallel", "lightning", "matplotlib", "peft", "torchtitan", "transformers")
 }

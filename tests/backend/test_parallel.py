@@ -127,7 +127,7 @@ def test_a_nan_of_one_rank_is_where_it_is_with_one(others):
 REASONS = {
     "partial": "input is a DTensor of partial sums, which no cast may round",
     "uneven weight": "weight of shape (63, 64) is sharded unevenly over 2 ranks",
-    "uneven input": "input of shape (2, 31, 64) is sharded unevenly over 2 ranks",
+    "uneven input": "input of shape (31, 64) is sharded unevenly over 2 ranks",
     "grid": "weight is a DTensor over a mesh of 2 dimensions, not one",
     "inside": "weight is S(1) and input R: torch redistributes one inside of the layer",
     "bias": "a bias is added to partial sums of the ranks",

@@ -2,6 +2,7 @@
 parallel_alike_ranks.py."""
 
 import pytest
+import torch
 
 from tests.ranks import Told, ranks, told_by
 
@@ -55,6 +56,9 @@ def test_ranks_interpret_a_first_step_where_all_of_them_may(told):
 def test_ranks_find_the_graph_of_a_first_step_in_a_cache_where_all_may_interpret_it(told):
     """One that has no cache compiles meanwhile. Both ask each other once, as another rank may not."""
     first, last = told["compiled cached_first_step"]
+    if torch.__version__ < (2, 12):
+        assert all(one["hits"] == 0 for one in (*first, *last))
+        pytest.skip("torch 2.11 keeps no graph that makes DTensors")
     assert [(one["hits"], one["anew"]) for one in first] == [(0, 2), (1, 0), (1, 0), (0, 0)]
     assert [(one["hits"], one["anew"]) for one in last] == [(0, 2), (1, 0), (0, 2), (0, 0)]
     for fills, finds, without, _ in (first, last):

@@ -11,15 +11,17 @@ from te_inductor.compat import in_metadata_inference, wrappers
 from tests.ranks import ranks
 
 thorough = pytest.mark.thorough
-CASES = [
-    (2, "trains ZBVZeroBubble current"),
-    pytest.param(2, "compiled trains ZBVZeroBubble current", marks=thorough),
-    pytest.param(2, "compiled trains Interleaved1F1B rowwise", marks=thorough),
-    pytest.param(4, "compiled trains ZBVZeroBubble rowwise", marks=thorough),
-    pytest.param(4, "compiled trains Interleaved1F1B current", marks=thorough),
-]
 STEPS = 3
 INFERENCE = "_forward_metadata_inference"
+# torch 2.11 begins by sends of a rank to itself where it has both stages, which gloo refuses.
+V_SHAPED = "ZBVZeroBubble" if hasattr(PipelineStage, INFERENCE) else "Interleaved1F1B"
+CASES = [
+    (2, f"trains {V_SHAPED} current"),
+    pytest.param(2, f"compiled trains {V_SHAPED} current", marks=thorough),
+    pytest.param(2, "compiled trains Interleaved1F1B rowwise", marks=thorough),
+    pytest.param(4, f"compiled trains {V_SHAPED} rowwise", marks=thorough),
+    pytest.param(4, "compiled trains Interleaved1F1B current", marks=thorough),
+]
 
 
 @pytest.mark.parametrize(("world", "case"), CASES)

@@ -82,6 +82,10 @@ def test_a_batch_of_any_size():
     graph = make_fx(step)(fakes, x)
     assert isinstance(graph.graph.find_nodes(op="placeholder")[-1].meta["val"].shape[0], torch.SymInt)
     made = lower(graph, {"recipe": "rowwise", "fallback": "error"}, parameters=names)
+    try:
+        graph(parameters, torch.randn(5, 24, 128))
+    except RuntimeError:
+        pytest.skip("a torch (2.11) that writes the size into what `@` becomes")
     for rows in (2, 5):
         x = torch.randn(rows, 24, 128)
         for one, other in zip(made(parameters, x), step_of(model, low("rowwise"))(parameters, x), strict=True):

@@ -184,6 +184,8 @@ def hasten_launches() -> None:
 
     for language in (tl, tl.core):
         interpreter._patch_lang(FunctionType((lambda: None).__code__, {"tl": language}))
+    # 3.6 reads a scalar of one dimension as NumPy 2.4 no longer lets it.
+    tl.tensor.__index__ = lambda self: int(self.handle.data.item())
     interpreter._patch_lang = lambda function: SimpleNamespace(restore=lambda: None)
     of_scalar = functools.cache(interpreter._get_np_dtype)
 
