@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from te_inductor import compat
 from te_inductor.compat.fsdp import ShardedParameter, members, sharded_parameters
 from te_inductor.distributed import agreement
 from te_inductor.errors import StateError, StoredWeightError
@@ -58,7 +59,7 @@ class Look:
     weights: FollowedWeights | None  # None: of a copy of the view
 
     def __call__(self, *_: Any) -> None:
-        if self.weights is not None and not torch.compiler.is_compiling():
+        if self.weights is not None and not compat.is_compiling():
             self.weights.view.look([self.weights])
 
 

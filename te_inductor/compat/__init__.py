@@ -24,6 +24,7 @@ from te_inductor.compat.dynamo import (
     guard_on_attribute,
     guard_on_tensor,
     in_uncompiled_frame,
+    is_compiling,
     is_decomposed_by_export,
     is_of_a_module,
     let_threads_register,

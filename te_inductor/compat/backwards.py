@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_inductor.compat.dynamo import is_compiling
+
 _BACKWARD, _VIEWS = "CompiledFunctionBackward", 4  # AOTAutograd's node; how many views at most are before it
 _FIRST = "te_inductor_first"  # in such a node's metadata
 
@@ -22,7 +24,7 @@ def before_backward(outputs: Iterable[Any], first: Callable[[], None]) -> None:
 
 def _before_backward(grads: Any) -> None:
     """One function for all, as compiled autograd compiles hooks, each once; its trace leaves nothing of this one."""
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         node: Any = torch._C._current_autograd_node()
         for first in node.metadata[_FIRST]:
             first()

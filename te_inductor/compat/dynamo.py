@@ -2,6 +2,7 @@
 schemas, for which torch 2.15 renamed what registers them."""
 
 import copy
+import dataclasses
 import functools
 import inspect
 import operator
@@ -31,8 +32,23 @@ def register_constant(cls: type) -> None:
     """Let instances of `cls` stand in `fx.Node.args` and in an op's schema, compared by value."""
     if hasattr(opaque_object, "register_custom_class"):  # 2.15 renamed both the function and the kind
         opaque_object.register_custom_class(cls, typ="constant")
-    else:
+    elif hasattr(opaque_object, "get_reconstruct_fn"):  # 2.13
         opaque_object.register_opaque_type(cls, typ="value")
+    else:
+        opaque_object.register_opaque_type(cls, typ="value", members=_members_of(cls))
+
+
+def _members_of(cls: type) -> dict[str, Any]:
+    """What Dynamo reads of an instance. Up to 2.12 it knows nothing of others, and compiles no function that reads one,
+    not even with a graph break. A property may raise, and is read of each instance that a graph gets: it stays unknown."""
+    names = {field.name for field in dataclasses.fields(cls)} | {name for name in dir(cls) if not name.startswith("_")}
+    found = {name: inspect.getattr_static(cls, name, None) for name in sorted(names)}
+    kinds = opaque_object.MemberType
+    return {
+        name: kinds.INLINED if inspect.isroutine(value) else kinds.USE_REAL
+        for name, value in found.items()
+        if not isinstance(value, property)
+    }
 
 
 def constant_type_name(cls: type) -> str:
@@ -103,6 +119,14 @@ def let_threads_register(name: str) -> None:
     patch("torch._dynamo.backends.registry._COMPILER_FNS", table)
     for other, backend in list(registered.items()):  # what a thread has added to the old table meanwhile
         table.setdefault(other, backend)
+
+
+def is_compiling() -> bool:
+    """Whether Dynamo traces the code that asks, or this thread compiles or exports. Of torch.compiler.is_compiling()
+    only the first is sure: 2.11 tells nothing of what a compile calls, later releases take another thread's for ours."""
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+        return True
+    return torch._guards.CompileContext.try_get() is not None
 
 
 def captures_a_backward() -> bool:
@@ -244,12 +268,13 @@ def compiled_inside(backend: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
 _INSIDE = re.compile(r"(?P<compiled>.*)\._(orig_mod|torchdynamo_inline)|(?P<module>.*_modules\['[^']*'\])")
 
 
-def never_compile(function: Callable[..., Any]) -> None:
-    """Let Dynamo run this function's frame as it is, where no other function's graph takes it in. What it calls is not
-    touched (unlike under torch.compiler.disable, which also keeps it out of graphs)."""
-    import torch._dynamo  # as a whole: of threads that import its parts in other orders, some fail
-
-    torch._dynamo.eval_frame.skip_code(function.__code__)
+def never_compile(function: Callable[..., Any], with_calls: bool = False) -> None:
+    """Let Dynamo run this function's frame as it is, where no other function's graph takes it in, and what it calls
+    there, or that as ever (unlike under torch.compiler.disable, which also keeps it out of graphs)."""
+    of = torch._C._dynamo.eval_frame
+    skip = of._FrameAction.SKIP
+    strategy = of._FrameExecStrategy(skip, skip if with_calls else of._FrameAction.DEFAULT)
+    of.set_code_exec_strategy(function.__code__, strategy)
 
 
 def in_uncompiled_frame() -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_inductor import compat
 from te_inductor.api.quantization import MultipliedWeight, multiplied_as_one
 from te_inductor.errors import OptionError, StoredWeightError, wrong_type
 from te_inductor.integrations.versions import parts_of
@@ -42,7 +43,7 @@ def register() -> None:
 
 def _forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     plain = self.disable_adapters or self.merged or kwargs.get("adapter_names") is not None
-    if plain or self.get_param().dtype.itemsize == 1 or not torch.compiler.is_compiling():
+    if plain or self.get_param().dtype.itemsize == 1 or not compat.is_compiling():
         return _in_eager(self, x, *args, **kwargs)
     weights, module = {}, self
     while isinstance(module, ParamWrapper):  # one around another, each of a parameter of the module in the middle

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from te_inductor import compat
 from te_inductor.errors import GatherError
 from te_inductor.ops.casts import Copy, dequantize
 from te_inductor.recipes import Quantizer, Recipe
@@ -102,6 +103,8 @@ class GatheredWeight(Tensor):
         return op(*args, **kwargs)
 
 
+# FSDP's hooks call it. Dynamo (2.11) runs them as they are, and would compile it by itself.
+compat.never_compile(GatheredWeight.__torch_dispatch__, with_calls=True)
 _SAME = (aten.detach.default, aten.alias.default)
 
 

@@ -16,7 +16,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from te_inductor import ops
+from te_inductor import compat, ops
 from te_inductor.errors import StoredWeightError
 from te_inductor.numerics import microscaling, nvfp4
 from te_inductor.ops import experts as ops_experts
@@ -258,6 +258,8 @@ class PickedExperts(Tensor):
 
 
 Experts = (StoredExperts, PickedExperts)
+for _kind in Experts:
+    compat.never_compile(_kind.__torch_dispatch__, with_calls=True)
 _OF_MATRIX: dict[type[StoredWeight], type[StoredExperts]] = {
     kind.MATRIX: kind for kind in (NVFP4Experts, Float8Experts)
 }

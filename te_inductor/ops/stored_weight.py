@@ -169,7 +169,7 @@ class StoredWeight(Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not torch.compiler.is_compiling():
+        if not compat.is_compiling():
             follow(args)
         if function is torch.nn.functional.linear:
             return _linear(*args, **kwargs)
@@ -210,6 +210,10 @@ class StoredWeight(Tensor):
         return op(*args, **kwargs)
 
 
+# A frame that torch.compile gave up calls them as they are, also for a product: a graph of that alone would have symbolic
+# sizes, of layers that differ.
+for _function in (StoredWeight.__torch_function__, StoredWeight.__torch_dispatch__):
+    compat.never_compile(_function, with_calls=True)
 _OF_ONE_STORAGE = (Tensor.storage, Tensor.data_ptr, Tensor.share_memory_)
 
 
@@ -375,7 +379,7 @@ _told: WeakSet[Optimizer] = WeakSet()
 
 def _say_what_stays(optimizer: Optimizer) -> None:
     """Warn once of an optimizer that was given stored weights: torch passes by what has no gradient without a word."""
-    if torch.compiler.is_compiling() or optimizer in _told:
+    if compat.is_compiling() or optimizer in _told:
         return
     _told.add(optimizer)
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]

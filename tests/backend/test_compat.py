@@ -43,8 +43,8 @@ NO_PATCHES = {
 }
 # What Inductor, Dynamo and AOTAutograd offer for others' code, and this package uses: no patches either.
 EXTENSION_POINTS = {
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy",
     "torch._dynamo.config.patch",
-    "torch._dynamo.eval_frame.skip_code",
     "torch._functorch.config.patch",
     "torch._inductor.codegen.triton.TritonKernel",
     "torch._inductor.codegen.triton.TritonKernelOverrides",

@@ -11,6 +11,7 @@ import te_inductor
 from te_inductor import compat
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.constants import Constant, source_name
+from te_inductor.recipes.formats import Format
 
 
 def every_constant() -> list[type]:
@@ -44,6 +45,17 @@ def test_names_that_would_be_equal_are_told_apart():
     names = [source_name(cls) for cls in classes]
     assert names == ["te_inductor_one_two_Kind", "te_inductor_one_two_Kind_2", "te_inductor_one_two_Kind_3"]
     assert names == [source_name(cls) for cls in classes]
+
+
+def test_compiled_code_reads_them():
+    recipe = DelayedScaling(amax_history_len=4)
+
+    def program(x):
+        more = recipe.margin if recipe.fp8_format is Format.HYBRID and recipe.backward is None else 100
+        return x * recipe.amax_history_len + more + len(recipe.name)
+
+    found = torch.compile(program, backend="eager", fullgraph=True)(torch.ones(2))
+    assert torch.equal(found, program(torch.ones(2)))
 
 
 HEADROOM = 2.0

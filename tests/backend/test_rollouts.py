@@ -4,6 +4,7 @@ import copy
 import gc
 import re
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -324,6 +325,25 @@ def test_blocks_that_are_compiled_later_are_the_same():
     model.blocks[0] = model.blocks[0]._orig_mod
     with torch.no_grad():
         assert torch.equal(found, quantize_(copy.deepcopy(model), "rowwise")(IDS))
+
+
+def test_a_view_follows_while_another_thread_compiles():
+    model, found = Decoder(), []
+    view = rollout(model, "rowwise")
+
+    @torch.no_grad()
+    def generate():
+        torch._foreach_mul_(list(model.parameters()), 1.1)
+        found.append(view(IDS))
+
+    def backend(graph, _):
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(generate).result()
+        return graph
+
+    torch.compile(torch.exp, backend=backend)(torch.zeros(2))
+    with torch.no_grad():
+        assert torch.equal(*found, quantize_(copy.deepcopy(model), "rowwise")(IDS))
 
 
 class Mixed(nn.Module):

@@ -376,6 +376,21 @@ def test_no_training():
     assert weight.float().norm() > 0  # anything else is done with what it stands for
 
 
+def test_compiled_code_with_graph_breaks_may_catch_an_error():
+    quantized, x = quantize_(model()), torch.randn(5, 96)
+
+    @torch.compile(backend=te_inductor.te)
+    def program(x):
+        try:
+            quantized[0].weight.requires_grad_()
+        except StoredWeightError:
+            return quantized(x)
+        return x
+
+    with torch.no_grad():
+        assert torch.equal(program(x), quantized(x))
+
+
 @recipes
 def test_pickled_weights_stay_parameters(recipe):
     """The whole model, its parameters by name, plain pickle."""

@@ -11,7 +11,6 @@ keep parameters of their own, and a step that is compiled."""
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
@@ -44,7 +43,7 @@ def _behind_step(optimizer: Optimizer) -> None:
 
 
 def _say_what_was_lost(optimizer: Optimizer, is_trained: Callable[[dict[str, Any]], bool]) -> None:
-    if not len(_new) or torch.compiler.is_compiling():
+    if not len(_new) or compat.is_compiling():
         return
     found = {}
     for parameter, whole in _stepped(optimizer):
