@@ -197,7 +197,7 @@ def test_an_optimizer_in_the_backward_is_the_optimizer(without_codegen, monkeypa
     ],
 )
 def test_sums_of_a_full_finetune(command, peak):
-    """Of Llama-3-8B; what was measured is in docs/performance.md and docs/guides/checkpointing_and_memory.md."""
+    """Sums are of Llama-3-8B; what was measured is in docs/performance.md and docs/guides/checkpointing_and_memory.md."""
     model = llama("8b", 128256, device="meta", dtype=torch.bfloat16)
     args = full_finetune.parsed(command.split())
     sums = full_finetune.expected(model, args.batch * args.context, args)

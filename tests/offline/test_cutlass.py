@@ -178,7 +178,7 @@ def test_kernels_multiply_on_tensor_cores_and_are_launched_as_quack_does(which, 
     assert done.returncode == 0, done.stderr[-4000:]
     for number, kernel in enumerate(asked):
         code = machine_code(tmp_path / f"{number}.o")
-        assert re.search(rf"\.target\s+sm_{arch}a", code)
+        assert re.search(rf"\.target\s+sm_{arch}a?\s", code)  # Triton 3.6's disassembler writes no "a"
         found = set(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\w*MMA[\w.]*)", code, re.MULTILINE))
         assert found and all(re.match(INSTRUCTIONS[arch, kernel.scope], name) for name in found), (kernel, found)
         assert ("UTMAREDG.2D.ADD" in code) == (kernel.added == OUTPUT)
