@@ -5,6 +5,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from te_inductor import explain
+from te_inductor.passes.pre_grad.decide import memory_rule
 from tests.rates import rated
 
 ROWS, DIM, WORDS = 8192, 2048, 32768
@@ -68,3 +69,13 @@ def test_what_is_left_alone(monkeypatch):
 def test_inference_has_no_gradient(monkeypatch):
     with torch.no_grad():
         assert "MiB" not in str(head(monkeypatch, 1)[0].reason)
+
+
+def test_a_deep_graph_is_not_walked_more_often(monkeypatch):
+    """A walk for each layer of 32 would take as long as the rest of a start with full caches."""
+    walks, walk = [], memory_rule.in_order
+    monkeypatch.setattr(memory_rule, "in_order", lambda root: walks.append(root) or walk(root))
+    head(monkeypatch, 2)
+    few = len(walks)
+    head(monkeypatch, 16)
+    assert len(walks) == 2 * few > 0

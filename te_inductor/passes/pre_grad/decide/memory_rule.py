@@ -31,7 +31,7 @@ MIB = 2**20
 def spare(plan: Plan) -> None:
     """Leave the output layer of a graph that would need more memory than in bf16."""
     sites = [site for site in plan.candidates if site.low and not site.emulated]
-    output = next((site for site in sites if _is_output(plan, site)), None)
+    output = next(iter(_outputs(plan, sites)), None)
     if output is None or output.by_policy:
         return
     if output.match.knows_gradient:
@@ -52,15 +52,16 @@ def balance(plan: Plan) -> float:
     """The bytes that low precision takes at the peak of a step beyond bf16, less than nothing where it saves some: of
     layers that are trained, as the rule counts them."""
     low = [site for site in plan.candidates if site.low and not site.emulated and len(list(site.match.gemms())) > 1]
-    outputs = [site for site in low if _is_output(plan, site) and not site.match.knows_gradient]
+    outputs = [site for site in _outputs(plan, low) if not site.match.knows_gradient]
     return sum(map(_gradient_bytes, outputs)) - _saved_bytes(plan, [site for site in low if site not in outputs])
 
 
-def _is_output(plan: Plan, site: Candidate) -> bool:
+def _outputs(plan: Plan, sites: list[Candidate]) -> list[Candidate]:
+    """The output layers among some sites. The graph is walked once, however many sites there are."""
     products = {product.node for product in plan.products.all}
     last = next((node for node in reversed(list(in_order(plan.gm))) if node in products), None)
-    _, n, k = site.match.sizes
-    return site.match.node is last and site.match.dims == 2 and bool(n >= WIDE * k)
+    behind = [site for site in sites if site.match.node is last and site.match.dims == 2]
+    return [site for site in behind if bool(site.match.sizes[1] >= WIDE * site.match.sizes[2])]
 
 
 def _gradient_bytes(site: Candidate) -> float:
