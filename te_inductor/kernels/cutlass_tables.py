@@ -70,12 +70,13 @@ def of(device: str) -> Table | None:
 
 
 def check() -> None:
-    """Read all tables.
+    """Read the user's tables, if there are any; the package's are read where a device has one.
 
     Raises:
         OptionError: as `of`.
     """
-    _tables(config.tables())
+    if config.tables() is not None:
+        _tables(config.tables())
 
 
 def identity() -> str:

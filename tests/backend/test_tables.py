@@ -54,6 +54,17 @@ def written(folder, *rows: dict, device: str = NEW) -> tables.Table:
     return made
 
 
+def test_a_start_reads_no_table_and_asks_for_versions_once(monkeypatch):
+    """The package's tables, of hundreds of rows, are for who has their devices."""
+    monkeypatch.setattr(tables, "_tables", None)
+    tables.check()
+    asked, found = [], cutlass.metadata.version
+    monkeypatch.setattr(cutlass.metadata, "version", lambda name: asked.append(name) or found(name))
+    cutlass.identity.cache_clear()
+    keys = [GraphPass(None, []).uuid() for _ in range(3)]
+    assert keys[0] == keys[1] == keys[2] and len(asked) <= 2 * len(cutlass.REQUIRED)
+
+
 def test_every_row_of_the_package_is_a_kernel_that_supports_its_problem():
     found = tables.of(H200)
     assert len(found.rows) > 700 and not found.is_users

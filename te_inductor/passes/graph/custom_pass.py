@@ -3,6 +3,7 @@ hold."""
 
 import functools
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,9 @@ class GraphPass(CustomGraphPass):  # type: ignore[misc]
 @functools.cache
 def package_hash() -> str:
     """A digest of the package's sources: an edited package never meets kernels that an older one wrote."""
-    digest = hashlib.sha256()
-    root = Path(__file__).parents[2]
-    for path in sorted(path for kind in ("*.py", "*.json") for path in root.rglob(kind)):  # and tuned tables
-        digest.update(str(path.relative_to(root)).encode())
-        digest.update(path.read_bytes())
+    digest, root = hashlib.sha256(), str(Path(__file__).parents[2])
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names]
+    for path in sorted(path for path in files if path.endswith((".py", ".json"))):  # and tuned tables
+        digest.update(path.removeprefix(root).encode())
+        digest.update(Path(path).read_bytes())
     return digest.hexdigest()
