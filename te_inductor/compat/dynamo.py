@@ -244,6 +244,11 @@ def _translated() -> Any:
         return None
 
 
+def is_translating() -> bool:
+    """Whether Dynamo translates a frame in this thread."""
+    return _translated() is not None
+
+
 def compiled_inside(backend: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """What torch.compile was called with for this backend and Dynamo has traced into the graph that it is compiling: of
     a module its source, of a function its name; and its options, which that graph does not have."""

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_inductor import compat
 from te_inductor.errors import OmittedLogitsError
 
 _TELLS = frozenset(
@@ -34,6 +35,10 @@ class OmittedLogits(Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not torch.compiler.is_dynamo_compiling() and compat.is_translating():
+            # Dynamo looks at what is alive behind a graph break, which need not be read.
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
         called = getattr(function, "__name__", str(function))
         moves = any(isinstance(one, str | torch.device) for one in (*args[1:], *(kwargs or {}).values()))
         if called not in _TELLS | _KEEPS or moves:
@@ -48,6 +53,9 @@ class OmittedLogits(Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"OmittedLogits(size={tuple(self.shape)}, dtype={self.dtype})"
+
+
+compat.never_compile(OmittedLogits.__torch_function__)
 
 
 def leave_out(compiled: Callable[..., Any], places: Sequence[OmittedOutput]) -> Callable[..., Any]:

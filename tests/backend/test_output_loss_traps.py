@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_inductor
 from te_inductor.passes.pre_grad.loss import match
+from te_inductor.runtime.omitted_logits import OmittedLogits
 from tests.losses import error
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
@@ -240,6 +241,23 @@ def test_modes_without_gradients(mode):
             torch.compile(program, backend="te", options={"recipe": "current"})(x, labels),
         )
     assert error(found, wanted) <= 0.02 and not found.requires_grad
+
+
+def test_left_out_logits_behind_a_graph_break():
+    """They are handed on there, and no value of them is read."""
+
+    def broken(head, x, labels):
+        logits = head(x)
+        loss = flat(logits, labels)
+        torch._dynamo.graph_break()
+        return loss * logits.shape[0], logits
+
+    program = Program(broken)
+    x, labels = given()
+    loss, logits = torch.compile(program, backend="te", options={"recipe": "current", "logits": "omit"})(x, labels)
+    loss.backward()
+    assert isinstance(logits, OmittedLogits) and program.head.weight.grad.isfinite().all()
+    assert error(loss.detach(), program(x, labels)[0].detach()) <= 0.02
 
 
 def test_no_token():

@@ -145,6 +145,20 @@ def test_torch_autocast():
         assert torch.equal(compiled(quantized)(x), y)
 
 
+def test_attributes_behind_a_graph_break():
+    """Code that Dynamo writes reads them anew, outside of any graph. The frame that they call would call itself."""
+    weight, x = quantize_(nn.Linear(96, 160, bias=False), "rowwise").weight, torch.randn(5, 96)
+
+    def broken(weight, x):
+        turned, same = weight.T, weight.data
+        torch._dynamo.graph_break()
+        return x @ turned, x @ same.mT, weight.mT, weight.grad
+
+    *found, gradient = torch.compile(broken, backend="te", options={"recipe": "none"})(weight, x)
+    assert gradient is None
+    assert all(map(torch.equal, found, broken(weight, x)))
+
+
 def expected_gradient(dy, weight):
     """dy @ what is stored. Where it is an FP8 product, dy is rounded, times the scales of the weight's rows: Note
     [dgrad through stored values]."""
