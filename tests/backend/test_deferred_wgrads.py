@@ -83,6 +83,24 @@ def test_parts_of_a_model_and_their_order():
     pair.check()
 
 
+def test_a_backward_that_fails_leaves_nothing():
+    """The program goes on with the next batch, as it does where autograd has the gradients."""
+    model, first = mlp(), nn.Parameter(torch.randn(8, 32))
+    pair = Pair(model, "deferred")
+
+    def fail(_):
+        raise ArithmeticError("injected")
+
+    first.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        pair.run(first).square().sum().backward()
+    assert not deferred_wgrads._waiting(None)
+    model.zero_grad()
+    pair.backward(*pair.forward())
+    assert backward_dw(model) == 2
+    pair.check()
+
+
 def chain(depth: int = 3) -> nn.Sequential:
     """Every copy has the size of every other."""
     return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(depth)))

@@ -114,8 +114,39 @@ def defer_wgrad(
         operands = [None if x is None else x.clone() for x in operands]
     *operands, starts, alpha = operands
     backward, refs = torch._C._current_graph_task_id(), [queue.parameter for queue in queues]
-    queues[0].products.append(WaitingProduct(next(_places), backward, refs, wanted, operands, alpha, gemm, starts))
+    product = WaitingProduct(next(_places), backward, refs, wanted, operands, alpha, gemm, starts)
+    queues[0].products.append(product)
+    if backward >= 0:
+        _running_of(backward).left.append((queues[0], product))
     check_before_each(_refuse_step)
+
+
+class _Running:
+    """A backward that leaves products. torch calls it when that has ended, and lets go of it where that has failed: what
+    it has left goes with it, as a program that goes on does so without gradients of it."""
+
+    def __init__(self) -> None:
+        self.left: list[tuple[Queue, WaitingProduct]] = []
+
+    def __call__(self) -> None:
+        self.left = []
+
+    def __del__(self) -> None:
+        for queue, product in self.left:
+            if product in queue.products:
+                queue.products.remove(product)
+
+
+_running: "weakref.WeakValueDictionary[int, _Running]" = weakref.WeakValueDictionary()  # by torch's number
+
+
+def _running_of(backward: int) -> _Running:
+    """The backward that runs."""
+    running = _running.get(backward)
+    if running is None:
+        running = _running[backward] = _Running()
+        torch.autograd.Variable._execution_engine.queue_callback(running)  # type: ignore[attr-defined]
+    return running
 
 
 def product_of(
