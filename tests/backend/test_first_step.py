@@ -5,12 +5,14 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils.checkpoint import checkpoint
 
 import te_inductor
 from te_inductor import compat
 from te_inductor.errors import FallbackWarning
+from te_inductor.passes.pre_grad.rewrite import first_step
 from te_inductor.recipes import DelayedScaling
 from te_inductor.runtime.state import state_inputs
 from te_inductor.runtime.state.store import has_history
@@ -256,6 +258,14 @@ def test_loaded_state_is_history():
     te_inductor.load_state_dict(twin, state(model))
     y = te(twin)(1000 * x)
     assert (y - 1000 * x).norm() < 0.1 * (model(1000 * x) - 1000 * x).norm()
+
+
+def test_code_of_its_graph_is_written_when_it_is_read():
+    """A plain module writes its code whenever its graph changes, and Dynamo's own, as which it is copied, does not."""
+    graph = fx.symbolic_trace(nn.Linear(64, 64)).graph
+    lazy, plain = (first_step.of(kind(nn.Linear(64, 64), graph)) for kind in (_LazyGraphModule, fx.GraphModule))
+    assert isinstance(lazy, _LazyGraphModule) and lazy._needs_recompile()
+    assert lazy.graph is not graph and lazy.code == plain.code
 
 
 @pytest.mark.thorough

@@ -30,7 +30,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch._inductor.output_code import OutputCode
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -38,7 +38,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from te_inductor import compat
-from te_inductor.passes.graph import graph_text
+from te_inductor.passes.graph import steps
 from te_inductor.passes.graph.values import bytes_of
 from te_inductor.passes.graph.writes import written_by
 from te_inductor.recipes.delayed import ScaleUpdate
@@ -157,31 +157,31 @@ class Interpreted(OutputCode):  # type: ignore[misc]
     """A graph that runs node by node. Generated code writes an input without a word to autograd, which is told of it by
     AOTAutograd where it has to be; so does this, as a backward may write state that another forward's has kept.
 
-    AOTAutograd's cache keeps it as `graph_text` writes it, so that a later process does not trace it anew. That process asks
+    AOTAutograd's cache keeps it as `steps` writes it, so that a later process does not trace it anew. That process asks
     for itself what does not follow from the graph: whether it may be interpreted there."""
 
     def __init__(self, gm: fx.GraphModule, most: Mapping[torch.device, int] | None = None) -> None:
         super().__init__()
         self._boxed_call = True
-        self.root: nn.Module = gm
-        self.graph: fx.Graph | None = gm.graph
-        self.text: bytes | None = None  # in a cache, in the graph's place
+        self.steps: steps.Steps | None = steps.of(gm)
+        self.text: bytes | None = None  # in a cache, in their place
         self.most = most or {}  # bytes that it takes
         places = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
         self.written = sorted({places[one] for node in gm.graph.nodes for one in written_by(node) if one in places})
         self.is_of_any_size = any(_has_symbols(node.meta.get("val")) for node in places)
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
+        assert self.steps is not None
         counted = tuple(inputs[place] for place in self.written if not inputs[place].is_inference())
         with _unsafe_preserve_version_counter(counted):
-            return fx.Interpreter(self.root, graph=self.graph).boxed_run(inputs)  # type: ignore[arg-type]
+            return self.steps.run(inputs)  # type: ignore[arg-type]  # a list, as it is boxed
 
     def prepare_for_serialization(self) -> None:
-        assert self.graph is not None
+        assert self.steps is not None
         try:
             if self.most and self.is_of_any_size:
                 raise pickle.PicklingError("its memory depends on the sizes of a call")
-            self.text, self.graph, self.root = graph_text.write(self.graph), None, nn.Module()
+            self.text, self.steps = steps.write(self.steps), None
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             compat.bypass_graph_cache(error)
 
@@ -191,8 +191,7 @@ class Interpreted(OutputCode):  # type: ignore[misc]
         if agree is None or not agree(not _needs_code(options) and fits(self.most)):
             compat.miss_graph_cache()
         assert self.text is not None
-        self.graph = graph_text.read(self.text)
-        self.text = None
+        self.steps, self.text = steps.read(self.text), None
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
         """It has no kernels of Triton's."""

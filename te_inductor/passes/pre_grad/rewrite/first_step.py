@@ -67,7 +67,8 @@ def _add_attributes(to_copy: object, made: object) -> None:
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:
-    made = fx.GraphModule(module, twin(module.graph))
+    """A copy of the same class: Dynamo's writes its code when that is first read, and a compile reads it at most once."""
+    made: fx.GraphModule = type(module).__base__(module, twin(module.graph))  # type: ignore[misc]
     _add_attributes(module, made)
     made.meta = dict(module.meta)
     for name, child in module.named_children():
