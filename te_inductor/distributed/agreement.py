@@ -15,11 +15,17 @@ of the default process group and not by a collective, which itself could wait fo
    before a CUDA graph is captured.
 
 After a wait in vain this rank waits no more for ranks that have not begun. After a yes, ranks that do not call the
-graph equally often wait for each other in the collective, as they would in those of DDP. Ranks that call several graphs,
-or their backwards, in another order than each other would not wait, where these have as many quantizers: each would take
-the amaxes of other layers. So each rank keeps the list of its reductions, and compares it with that of the first rank to
-come as far: `CallOrder`. It does so behind each of the first ones, then behind ever more of them, 64 at most, so that a
-step asks the store seldom. The list also says how often state was loaded, which one rank must not do alone.
+graph equally often, or call several graphs, or their backwards, in another order than each other, would take the amaxes
+of other layers, or a gradient for amaxes. So each rank keeps the list of its reductions: `CallOrder`. Where one follows
+another for the first time, the rank waits for the others before it makes it: all make this step for the first time
+here, as equal lists have equal first times, or one has gone on to another. That one may wait in a collective by now, so
+that a thread of its own tells which it was: `Answers`. A step that is known costs nothing; for those a rank compares
+its list with that of the first rank to come as far, behind each of the first reductions, then behind ever more of them,
+64 at most. The list also says how often state was loaded, which one rank must not do alone.
+
+After a yes a rank may also come to train the same layers, by their parameters, in a graph with other quantizers, or with
+none: behind a graph break, in another branch or region. All ranks do so, or this one raises, as another one waits for it
+in the reduction of before: `settle`, and `leave` for a graph that reduces none of their amaxes.
 
 In a DistributedDataParallel a layer has one name on all ranks. Elsewhere its place in the order is its name, which says
 nothing of the first calls; so a rank also tells some of the parameter's values, by a digest. Where another rank has met
@@ -35,22 +41,26 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
 from torch import distributed as dist
 
 from te_inductor.diagnostics import amaxes_have_no_group, amaxes_stay_local, say
 from te_inductor.distributed import amax_groups
 from te_inductor.distributed.amax_groups import AmaxGroup
+from te_inductor.distributed.answers import Answers
 from te_inductor.distributed.call_order import CallOrder
 from te_inductor.errors import StateError
 
 PATIENCE = 60.0  # seconds; until another rank begins to compile the graph
+PATIENCE_OF_ANSWERS = 3.0  # seconds; until a rank that reduces amaxes of another graph by then is asked about
 PATIENCE_OF_COMPILES = 600.0  # seconds; until a rank that compiles the graph calls it
 _PAUSE, _LOOK = 0.01, 0.2  # seconds; between looks at the decision, and at the other ranks
 _YES = "yes"
+_ABSENT = "did not come to a graph with the same quantizers"
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,7 @@ class _World:
     # Whether layers run in low precision in a graph, and the agreements of that.
     forms: dict[Hashable, tuple[bool, Sequence[Agreement]]] = field(default_factory=dict)
     orders: dict[AmaxGroup, CallOrder] = field(default_factory=dict)
+    answers: Answers | None = None
     said: bool = False  # that ranks did not agree
     said_no_group: bool = False
 
@@ -106,8 +117,17 @@ class _World:
         """The order of calls that reduce amaxes over a group."""
         found = self.orders.get(group)
         if found is None:
-            found = CallOrder(self, _digest(_known_as(group)), self.rank == group.ranks[0])
-        return self.orders.setdefault(group, found)
+            found = self.orders[group] = CallOrder(self, _digest(_known_as(group)), group.ranks)
+            if self.answers is None:
+                self.answers = Answers(self)
+        return found
+
+    def count(self, key: str) -> int:
+        """How often a key was counted by any rank, this time included."""
+        return int(self.store.add(f"{self.prefix}/{key}", 1))
+
+    def say(self, text: str) -> None:
+        say(text, "warn")
 
     @property
     def timeout(self) -> float:
@@ -164,31 +184,69 @@ def note_no_group(fqns: Sequence[str], fallback: str) -> None:
         say(amaxes_have_no_group(fqns), "warn" if fallback == "error" else fallback)
 
 
-def settle(agreements: Sequence[Agreement], fallback: str) -> list[tuple[CallOrder, Agreement]]:
+def settle(
+    agreements: Sequence[Agreement], fallback: str, parameters: Sequence[Tensor]
+) -> list[tuple[CallOrder, Agreement]]:
     """Is called before each call of a graph: at the first one, decides with all ranks of each group whether it reduces
     amaxes. Say so where it does not: once a process group, or as an error at each call. Returns the agreements of those
     groups over which it does, with the order of such calls.
 
+    Args:
+        parameters: of all layers of the graph.
+
     Raises:
         FallbackError: with ``fallback="error"``, where ranks do not agree.
-        StateError: a process group is gone since the graph was compiled.
+        StateError: a process group is gone since the graph was compiled; or ranks reduce amaxes of these layers in
+            another graph, and some of them did not come to this one.
     """
     world = current()
     if world is None:
         raise StateError(amax_groups.gone(agreements[0].group.names[0]))
     for agreement in agreements:
-        name = agreement.name
-        if name not in world.decisions:
-            for group in agreement.group.names:
-                amax_groups.process_group(group)
-            with _LOCK:
-                if name not in world.decisions:
-                    world.decisions[name] = _decide(world, agreement)
-        if world.decisions[name] != _YES and (fallback == "error" or not world.said):
+        decision = _decision(world, agreement, parameters)
+        if decision != _YES and (fallback == "error" or not world.said):
             world.said = True
-            say(amaxes_stay_local(world.decisions[name]), fallback)
+            say(amaxes_stay_local(decision), fallback)
     agreed = [one for one in agreements if world.decisions[one.name] == _YES and not world.is_fake]
     return [(world.order(one.group), one) for one in agreed]
+
+
+def _decision(world: _World, agreement: Agreement, parameters: Sequence[Tensor]) -> str:
+    """What all ranks have decided about a graph of layers with these parameters, or decide now.
+
+    Raises:
+        StateError: they reduce amaxes of the same layers in another graph, and some of them did not come to this one.
+    """
+    name = agreement.name
+    if name not in world.decisions:
+        for group in agreement.group.names:
+            amax_groups.process_group(group)
+        with _LOCK:
+            if name not in world.decisions:
+                world.decisions[name] = _decide(world, agreement, _are_reduced(world, parameters))
+    decision = world.decisions[name]
+    if _ABSENT in decision and _are_reduced(world, parameters):
+        raise StateError(otherwise(world.rank, decision))
+    return decision
+
+
+def _are_reduced(world: _World, parameters: Sequence[Tensor]) -> bool:
+    """Whether ranks reduce amaxes of some of the layers with these parameters."""
+    return any(order.reduces(one) for order in world.orders.values() for one in parameters)
+
+
+def leave(layers: Mapping[str, Tensor]) -> None:
+    """Is called where a graph trains layers and reduces none of their amaxes, with their parameters by what all ranks call
+    them: has those ranks come to this that reduce them in another graph.
+
+    Raises:
+        StateError: some of them did not come.
+    """
+    world = current()
+    for group, order in sorted(world.orders.items()) if world is not None else ():
+        names = sorted(name for name, parameter in layers.items() if order.reduces(parameter))
+        if names:
+            _decision(world, agreement_of(group, ["left", *names]), [*layers.values()])  # type: ignore[arg-type]
 
 
 def note_forms(agreements: Sequence[Agreement], layers: Iterable[tuple[Hashable, bool]]) -> None:
@@ -294,6 +352,15 @@ def alone(rank: int, missing: Sequence[int], waited: float) -> str:
     )
 
 
+def otherwise(rank: int, decision: str) -> str:
+    """The text of the error about a graph that this rank does not run as all ranks have run its layers."""
+    return (
+        f"rank {rank} runs layers whose amaxes of delayed scaling it has reduced with other ranks in another graph than"
+        f" these do ({decision}), expected one graph, recipe and policy on all of these ranks; have them take the same"
+        " branch, put forwards that others do not run under torch.no_grad(), or pass options={'amax_group': 'none'}"
+    )
+
+
 def reached(name: str | None) -> bool:
     """Whether all ranks reduce together what has this name."""
     world = current()
@@ -322,22 +389,19 @@ def _new_world(store: Any, rank: int, is_fake: bool) -> _World:
     return _World(weakref.ref(store), rank, f"te_inductor/{groups}", is_fake)
 
 
-def _decide(world: _World, agreement: Agreement) -> str:
-    """The decision of all ranks, after a wait that has an end."""
+def _decide(world: _World, agreement: Agreement, late: bool) -> str:
+    """The decision of all ranks, after a wait that has an end; `late`: they reduce amaxes of its layers already."""
     if world.is_fake:
         return _YES
-    name, ranks = agreement.name, agreement.group.ranks
-    world.set(f"ranks/{name}", json.dumps(ranks))
+    name = agreement.name
+    _come(world, agreement)
     world.set(f"waits/{world.rank}", name)
-    world.set(f"came/{name}/{world.rank}", "1")
-    if world.store.add(f"{world.prefix}/count/{name}", 1) == len(ranks):
-        world.propose(name, _YES)
     started = looked = time.monotonic()
     while not world.has(f"decision/{name}"):
         now = time.monotonic()
         if now - looked > _LOOK:
             looked = now
-            why_not = _why_not(world, agreement, now - started)
+            why_not = _why_not(world, agreement, now - started, late)
             if why_not is not None:
                 world.propose(name, why_not)
                 continue
@@ -347,7 +411,30 @@ def _decide(world: _World, agreement: Agreement) -> str:
     return found
 
 
-def _why_not(world: _World, agreement: Agreement, waited: float) -> str | None:
+def _come(world: _World, agreement: Agreement) -> None:
+    """Tell the others that this rank has come."""
+    name, ranks = agreement.name, agreement.group.ranks
+    if not world.has(f"came/{name}/{world.rank}"):
+        world.set(f"ranks/{name}", json.dumps(ranks))
+        world.set(f"came/{name}/{world.rank}", "1")
+        if world.count(f"count/{name}") == len(ranks):
+            world.propose(name, _YES)
+
+
+def together(agreements: Sequence[Agreement]) -> str:
+    """Has all ranks come to what is new, in one graph or in several, of which the first is waited for. Returns why one of
+    them did not; empty where all did."""
+    world = current()
+    if world is None or world.is_fake:
+        return ""
+    for one in agreements:
+        _come(world, one)
+    with _LOCK:
+        decision = _decide(world, agreements[0], late=True)
+    return "" if decision == _YES else decision
+
+
+def _why_not(world: _World, agreement: Agreement, waited: float, late: bool) -> str | None:
     """Why this rank does not wait any longer; None as long as it does."""
     name = agreement.name
     for rank in agreement.group.ranks:
@@ -359,11 +446,12 @@ def _why_not(world: _World, agreement: Agreement, waited: float) -> str | None:
             for _, other in ring:  # each would wait for the next
                 world.propose(other, why_not)
             return why_not
-        begun = world.has(f"compiles/{name}/{rank}")
-        patience = PATIENCE_OF_COMPILES if begun else PATIENCE if world.patient else 0.0
-        if waited > patience:
-            world.patient = False
-            return f"rank {rank} did not come to a graph with the same quantizers, for which rank {world.rank} waited"
+        begun, order = world.has(f"compiles/{name}/{rank}"), world.orders.get(agreement.group)
+        patience = PATIENCE_OF_COMPILES if begun else PATIENCE if world.patient or late else 0.0
+        asks = order if late and waited > PATIENCE_OF_ANSWERS else None
+        if waited > patience or (asks is not None and any(asks.gone_on(asks.made, [rank]))):
+            world.patient = world.patient and late
+            return f"rank {rank} {_ABSENT}, for which rank {world.rank} waited"
     return None
 
 

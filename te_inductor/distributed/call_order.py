@@ -2,7 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -16,6 +18,9 @@ from te_inductor.tensor_tables import TensorTable
 
 MOST_CALLS = 64  # of graphs that reduce amaxes, between two looks at their order on other ranks
 _SAMPLE = 64  # values by which a parameter is known
+PATIENCE = 120.0  # seconds; until a rank says that it waits for others to make a call
+_KEPT = 256  # of the last calls, of which other ranks may ask
+_PAUSE, _LOOK = 0.002, 0.2  # seconds; between looks at whether all ranks have come, and at the others
 
 
 class Reduction(NamedTuple):
@@ -34,11 +39,25 @@ class _Store(Protocol):
 
     rank: int
 
+    @property
+    def timeout(self) -> float: ...
+
     def first(self, key: str, value: str) -> tuple[int, list[Any]]: ...
+
+    def count(self, key: str) -> int: ...
+
+    def has(self, key: str) -> bool: ...
+
+    def get(self, key: str) -> str: ...
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def say(self, text: str) -> None: ...
 
     def delete(self, *keys: str) -> None: ...
 
 
+_Step = tuple[Reduction | None, Reduction]  # a call behind the call before it
 _Noted = dict[tuple[str, int], tuple[Reduction, Callable[[Iterable[Any]], None]]]
 
 
@@ -48,38 +67,124 @@ class CallOrder:
 
     store: _Store
     key: str  # of the group, the same on all of its ranks
-    leads: bool  # whether this rank is the first of them
+    ranks: Sequence[int]
     before: int = 0  # calls that were compared with those of another rank
     calls: list[Reduction] = field(default_factory=list)  # those behind them
     # A call's first parameter has a name, a mark, and what is noted of each graph, by how often state was loaded.
     known: TensorTable[tuple[str, str, _Noted]] = field(default_factory=TensorTable)
+    reduced: TensorTable[bool] = field(default_factory=TensorTable)  # parameters
     layers: dict[str, str] = field(default_factory=dict)  # that no wrapper names, by their marks
     unnamed: int = 0  # how many there are: they are told apart by their order
     looked: list[str] = field(default_factory=list)  # the keys of the last comparisons
+    made: int = 0  # calls
+    last: Reduction | None = None
+    steps: set[_Step] = field(default_factory=set)  # that this rank has made
+    met: set[int] = field(default_factory=set)  # the numbers of calls before which it has waited for the others
+    latest: deque[tuple[int, _Step]] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
-    def note(self, parameter: Tensor, graph: str, loads: int) -> Callable[[Iterable[Any]], None]:
+    def note(self, parameters: Sequence[Tensor], graph: str, loads: int) -> Callable[[Iterable[Any]], None]:
         """Is called before each call of a graph whose ranks have agreed; `loads` is how often its state was loaded.
         Returns what to call with the graph's outputs, which has their backward noted likewise.
 
         Raises:
             StateError: another rank has made other calls.
         """
-        known = self.known.get(parameter, None)
+        known = self.known.get(parameters[0], None)
         if known is None:
-            known = self.known[parameter] = *self._named(parameter), {}
+            known = self.known[parameters[0]] = *self._named(parameters[0]), {}
         name, mark, noted = known
         found = noted.get((graph, loads))
         if found is None:  # of each layer at each call: no text and no function that can be kept
             again = partial(self._add, Reduction(name, f"graph {graph}, in its backward", mark))
             call = Reduction(name, f"graph {graph}, {loads} loads of its state", mark)
             found = noted[graph, loads] = call, partial(compat.before_backward, first=again)
+            for parameter in parameters:
+                self.reduced[parameter] = True
         self._add(found[0])
         return found[1]
 
+    def reduces(self, parameter: Tensor) -> bool:
+        """Whether ranks have reduced amaxes of a parameter's layer."""
+        return self.reduced.get(parameter, False)
+
     def _add(self, call: Reduction) -> None:
+        number, step = self.made, (self.last, call)
+        if step not in self.steps:
+            self.met.add(number)  # before it is made, so that nobody is told that this rank has gone on
+        self.latest.append((number, step))
+        self.made, self.last = number + 1, call
         self.calls.append(call)
+        if number in self.met:
+            self._meet(number, step)
+            self.steps.add(step)
         if len(self.calls) > min(self.before // 16, MOST_CALLS - 1):
             self._compare()
+
+    def _meet(self, number: int, step: _Step) -> None:
+        """Waits for the other ranks, all of which make this step here, or none does.
+
+        Raises:
+            StateError: one makes another, or did not come before the process group's timeout.
+        """
+        rank, key = self.store.rank, f"meets/{self.key}/{number}"
+        first, other = self.store.first(f"{key}/first", json.dumps([rank, *step]))
+        if not self._is(step, other):
+            self.store.set(f"{key}/differs", json.dumps([rank, *step]))
+            self._check(number, step, first, other)
+        self.store.set(f"{key}/{rank}", "1")
+        if self.store.count(f"{key}/count") == len(self.ranks):
+            self.store.set(f"{key}/all", "1")
+        started = looked = time.monotonic()
+        limit = min(PATIENCE, self.store.timeout)
+        while not self.store.has(f"{key}/all"):
+            now = time.monotonic()
+            if now - looked > _LOOK:
+                looked = now
+                if differs := self.store.get(f"{key}/differs"):
+                    first, *other = json.loads(differs)
+                    self._check(number, step, first, other)
+                missing = [one for one in self.ranks if not self.store.has(f"{key}/{one}")]
+                gone_on = dict(self.gone_on(number, missing))
+                for one, made in gone_on.items():
+                    self._check(number, step, one, made)
+                if missing and len(gone_on) == len(missing):  # by the same step, which they had made before
+                    return
+                if now - started > limit:
+                    text = alone(rank, missing, now - started, number, step)
+                    if limit >= self.store.timeout:
+                        raise StateError(text)
+                    self.store.say(text)
+                    limit = self.store.timeout
+            time.sleep(_PAUSE if now - started < _LOOK else 5 * _PAUSE)
+
+    def gone_on(self, number: int, ranks: Iterable[int]) -> Iterator[tuple[int, Sequence[Any]]]:
+        """Yields those of these ranks that have made a call of this number, and the step that it was."""
+        self.store.set(f"asked/{self.key}", str(number))
+        for rank in ranks:
+            if found := self.store.get(f"answers/{self.key}/{number}/{rank}"):
+                yield rank, json.loads(found)
+
+    def answer(self) -> None:
+        """Tells a rank that asks which call this one has made, if it did not wait there for the others."""
+        asked = self.store.get(f"asked/{self.key}")
+        for number, step in [*self.latest] if asked else ():
+            if number == int(asked) and number not in self.met:
+                self.store.set(f"answers/{self.key}/{number}/{self.store.rank}", json.dumps(step))
+
+    def _is(self, step: _Step, other: Sequence[Any]) -> bool:
+        return all(_same(*pair) for pair in zip(step, self._as_here(other), strict=True))
+
+    def _as_here(self, calls: Iterable[Any]) -> Iterator[Reduction | None]:
+        """The calls of another rank, with the names that their layers have on this one."""
+        for one in calls:
+            call = None if one is None else Reduction(*one)
+            yield call and call._replace(layer=self.layers.get(call.mark, call.layer))
+
+    def _check(self, number: int, calls: Sequence[Reduction | None], rank: int, others: Sequence[Any]) -> None:
+        """Raises where another rank has made other calls, the last of which have this number."""
+        for place, (own, other) in enumerate(zip(calls, self._as_here(others), strict=True), number + 1 - len(calls)):
+            if not _same(own, other):
+                raise StateError(out_of_order(self.store.rank, str(own), rank, str(other), place))
 
     def _named(self, parameter: Tensor) -> tuple[str, str]:
         name = compat.name_in_ddp(parameter)
@@ -95,12 +200,14 @@ class CallOrder:
         first, others = self.store.first(self.looked[-1], json.dumps([self.store.rank, *own]))
         if len(self.looked) > 8:  # no rank is that far behind
             oldest = self.looked.pop(0)
-            self.store.delete(*[oldest] if self.leads else [])
-        for place, (call, other) in enumerate(zip(own, (Reduction(*one) for one in others), strict=True)):
-            known = other._replace(layer=self.layers.get(other.mark, other.layer))
-            if call[:2] != known[:2]:
-                raise StateError(out_of_order(self.store.rank, str(call), first, str(known), self.before + place))
+            self.store.delete(*[oldest] if self.store.rank == self.ranks[0] else [])
+        self._check(self.before + len(own) - 1, own, first, others)
         self.before += len(own)
+
+
+def _same(own: Reduction | None, other: Reduction | None) -> bool:
+    """Whether calls are of one layer and one graph, whatever marks ranks know the layer by."""
+    return own is other or (own is not None and other is not None and own[:2] == other[:2])
 
 
 def _mark_of(parameter: Tensor) -> str:
@@ -120,5 +227,17 @@ def out_of_order(rank: int, call: str, first: int, other: str, number: int) -> s
         f"rank {rank} reduces amaxes of delayed scaling with those of other layers, or other state, of rank {first}: call"
         f" {number} of those that reduce over the same ranks is of {call}, and on rank {first} of {other}; expected these"
         " ranks to call the same layers, and their backwards, in one order, and te_inductor.load_state_dict equally"
-        " often; have them do so, or pass options={'amax_group': 'none'}"
+        " often; have them do so, put forwards that others do not run under torch.no_grad(), or pass"
+        " options={'amax_group': 'none'}"
+    )
+
+
+def alone(rank: int, missing: Sequence[int], waited: float, number: int, step: _Step) -> str:
+    """The text about a rank that calls graphs in an order in which it has not called them before, and the others do not."""
+    return (
+        f"rank {rank} waited {waited:.0f} s for {'rank' if len(missing) == 1 else 'ranks'}"
+        f" {', '.join(map(str, missing))} to reduce amaxes of delayed scaling with it: its call {number} of those that"
+        f" reduce over the same ranks is of {step[1]}, which never followed {step[0]} before, expected all of these ranks"
+        " to call the same layers, and their backwards, in one order; have them do so, put forwards that others do not run"
+        " under torch.no_grad(), or pass options={'amax_group': 'none'}"
     )

@@ -13,8 +13,13 @@ alone could not compile, and runs as the user wrote it, has other collectives th
 What "the same layers" are is part of the key: the groups, the modules and the sizes, and how often this rank has compiled
 them. Ranks with other sizes are not compared, so that no two graphs are that need not be equal.
 
+A rank that comes to run a layer otherwise than it has before, under another recipe or in another region, may be the
+only one, while the others run what they have compiled before. So it waits for them: all ranks come to compile what is
+new, or it raises.
+
 Whether experts pay is weighed by how many rows a rank sends, which may be more than others do. There the first rank to
-compile them decides for all that exchange rows with it, but about layers that a policy names.
+compile them decides for all that exchange rows with it, and for all later numbers of rows, but about layers that a
+policy names.
 
 # Note [Ranks that choose]
 The graph of a first step has other collectives than the later one, as the amaxes of what ranks exchange are reduced
@@ -29,15 +34,17 @@ as where it alone has loaded state, raises."""
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch import distributed as dist
 
 from te_inductor.distributed import agreement
+from te_inductor.distributed.agreement import Agreement
 from te_inductor.distributed.amax_groups import AmaxGroup
-from te_inductor.errors import GatherError
+from te_inductor.errors import GatherError, StateError
 from te_inductor.tensor_tables import TensorTable
 
 _REMEDY = "compile the same graph with the same options on all of them"
@@ -50,8 +57,7 @@ def of_first(kind: str, layers: object, decided: Sequence[str]) -> tuple[int, li
     if world is None or world.is_fake:
         return None
     name = f"{kind}/{hashlib.sha256(repr(layers).encode()).hexdigest()[:16]}"
-    world.compiles[name] = count = world.compiles.get(name, 0) + 1
-    return world.first(f"{name}/{count}", json.dumps([world.rank, *decided]))
+    return world.first(name, json.dumps([world.rank, *decided]))
 
 
 def compare(layers: object, decided: Sequence[str], kind: str = "decided") -> None:
@@ -60,7 +66,11 @@ def compare(layers: object, decided: Sequence[str], kind: str = "decided") -> No
     Raises:
         GatherError: it has decided otherwise.
     """
-    found = of_first(kind, layers, decided)
+    world = agreement.current()
+    if world is None:
+        return
+    world.compiles[f"{kind} {layers}"] = count = world.compiles.get(f"{kind} {layers}", 0) + 1
+    found = of_first(kind, [layers, count], decided)
     if found is None or found[1] == list(decided):
         return
     first, lines = found
@@ -71,6 +81,42 @@ def compare(layers: object, decided: Sequence[str], kind: str = "decided") -> No
         f"rank {dist.get_rank()} would run a layer otherwise than rank {first}, with which it exchanges tensors: {own!r},"
         f" where rank {first} has {other!r}; {_REMEDY}"
     )
+
+
+class Change(NamedTuple):
+    """What a rank comes to do otherwise than it has before."""
+
+    agreement: Agreement
+    before: str
+    decided: str
+
+
+_decided: TensorTable[dict[str, list[str]]] = TensorTable()  # by a layer's parameter, then by what ranks call the layer
+
+
+def changes_of(parameter: Tensor, groups: Iterable[tuple[int, ...]], layer: object, decided: str) -> Iterator[Change]:
+    """Notes what this rank has decided about a layer, and yields a change for each of the groups of ranks with which the
+    layer exchanges tensors, where it had decided otherwise."""
+    known = _decided.setdefault(parameter, {}).setdefault(repr(layer), [])
+    if decided not in known:
+        for ranks in sorted(groups) if known else ():
+            agreed = agreement.agreement_of(AmaxGroup(ranks), ["decided", layer, decided])
+            yield Change(agreed, known[-1], decided)
+        known.append(decided)
+
+
+def follow(changes: Sequence[Change]) -> None:
+    """Has all ranks come to what one of them does otherwise than before.
+
+    Raises:
+        GatherError: one did not come.
+    """
+    why_not = agreement.together([one.agreement for one in changes]) if changes else ""
+    if why_not:
+        raise GatherError(
+            f"rank {dist.get_rank()} would run a layer otherwise than ranks with which it exchanges tensors:"
+            f" {changes[0].decided!r}, where it had {changes[0].before!r} until now ({why_not}); {_REMEDY}"
+        )
 
 
 @dataclass
@@ -84,21 +130,35 @@ class FormChoice:
     asked: int = -1  # how many calls there were when the ranks last told each other
     loads: int = 0  # how often state was loaded until then
 
-    def of_call(self, lacks: bool, loads: int) -> bool:
+    def of_call(self, lacks: bool, loads: int, state: Callable[[], str]) -> bool:
         """Whether a call runs the graph of a first step. `lacks`: this rank has a quantizer without history; `loads`: how
-        often state was loaded here.
+        often state was loaded here; `state` returns a digest of what all ranks have alike.
 
         Raises:
-            StateError: another rank does not come to tell what it lacks.
+            StateError: another rank does not come to tell what it lacks, or has loaded other state.
         """
         waits = is_due(self.calls, self.asked) if self.is_first else lacks
         if waits or loads != self.loads:
             for group in self.groups:
                 lacks = agreement.any_rank(group, lacks)
+                if loads != self.loads:
+                    _compare_states(group, state())
             self.is_first, self.asked, self.loads = lacks, self.calls, loads
         self.calls += 1
         self.first_calls += self.is_first
         return self.is_first
+
+
+def _compare_states(group: AmaxGroup, state: str) -> None:
+    def alone(*waited: Any) -> StateError:
+        return StateError(agreement.alone(*waited))
+
+    if len(agreement.exchanged(group.ranks, "states", state, alone, agreement.PATIENCE)) > 1:
+        raise StateError(
+            f"rank {dist.get_rank()} has loaded another state of delayed scaling than others of ranks"
+            f" {', '.join(map(str, group.ranks))}, whose layers exchange tensors in FP8, expected one scale of each tensor;"
+            " load the same state on all of them"
+        )
 
 
 _choices: TensorTable[dict[str, FormChoice]] = TensorTable()  # by a parameter of the layers, then by their name

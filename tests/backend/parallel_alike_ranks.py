@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import te_inductor
 from te_inductor import compat, ops
 from te_inductor.distributed import agreement, amax_groups, decisions
+from te_inductor.errors import StateError
 from te_inductor.recipes import DelayedScaling
 from te_inductor.runtime.state import state_inputs
 from te_inductor.runtime.state.state_inputs import StateInputs
@@ -208,6 +209,45 @@ def decides(rank: Rank) -> Any:
         if not rank.rank:
             dist.barrier()
     return told
+
+
+def changes(rank: Rank, alone: str) -> Any:
+    """What ranks are told that come to run their layers in high precision, behind some in low precision: all of them, or
+    the first one "alone"."""
+    model = Outer(Mlp())
+    parallelize_module(model.layers[0], rank.mesh, SEQUENCE)
+    run, x = rank.te(model, recipe="current", fallback="silent"), torch.randn(BATCH, 16, WIDTH)
+    run(x)
+    if alone and rank.rank:
+        dist.barrier()
+        return ""
+    try:
+        with mock.patch.object(agreement, "PATIENCE", 0.5), te_inductor.autocast(enabled=False):
+            run(x)
+        return ""
+    except Exception as error:
+        return str(error)
+    finally:
+        if alone:
+            dist.barrier()
+
+
+def loads_other(rank: Rank) -> Any:
+    """What ranks are told that have loaded other scales than each other."""
+    model, x = OwnAndShared(), torch.randn(LENGTH, WIDTH)
+    parallelize_module(model, rank.mesh, OWN_AND_SHARED)
+    run = rank.te(model, recipe=DelayedScaling(amax_history_len=4), fallback="silent")
+    for _ in range(2):
+        run(x, x).sum().backward()
+    state = te_inductor.state_dict(model)
+    te_inductor.load_state_dict(model, state)  # which differs where layers are each rank's own
+    run(x, x).sum().backward()
+    factor = 1.0 + rank.rank
+    te_inductor.load_state_dict(model, {key: value * factor for key, value in state.items()})
+    try:
+        run(x, x)
+    except StateError as error:
+        return str(error)
 
 
 def fails(rank: Rank) -> Any:

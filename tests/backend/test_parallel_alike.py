@@ -8,6 +8,7 @@ from tests.ranks import Told, ranks, told_by
 
 MODULE = "tests.backend.parallel_alike_ranks"
 told = told_by(MODULE, 2, "first_step may,first_step must not,agree,decides,fails,compiled cached_first_step")
+late = told_by(MODULE, 2, "changes ,changes alone,loads_other")
 others = told_by(MODULE, 2, "masked,many_first_steps", timeout=600)
 
 
@@ -23,6 +24,23 @@ def test_ranks_that_decide_otherwise_are_found_before_they_run(told):
     )
     assert expected.format("delayed", "current") in other
     assert expected.format("current", "high precision") in high
+
+
+def test_ranks_change_together_or_one_is_told(late):
+    """The other one may be in a collective of what it has run before."""
+    assert late["changes "] == ["", ""]
+    first, second = late["changes alone"]
+    assert (
+        "rank 0 would run a layer otherwise than ranks with which it exchanges tensors: 'layers.0.gate in high" in first
+    )
+    assert "where it had 'layers.0.gate in current" in first and second == ""
+
+
+def test_ranks_that_have_loaded_other_scales_are_told(late):
+    for rank, said in enumerate(late["loads_other"]):
+        assert said.startswith(
+            f"rank {rank} has loaded another state of delayed scaling than others of ranks 0, 1, whose"
+        )
 
 
 def check_masked(told: Told) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from te_inductor.passes.pre_grad.attention.rewrite import rewrite_attention
 from te_inductor.passes.pre_grad.attention.sites import match_attention
 from te_inductor.passes.pre_grad.decide.between_ranks import check_exchanges, check_gathers
+from te_inductor.passes.pre_grad.decide.delayed import leave_ranks
 from te_inductor.passes.pre_grad.decide.report import report_sites
 from te_inductor.passes.pre_grad.decide.sites import (
     check_extras,
@@ -53,7 +54,7 @@ _WEIGHED: tuple[Pass, ...] = (*_FOUND, *CHECK, weigh_sites)
 _DECIDED: tuple[Pass, ...] = (check_gathers, check_exchanges, merge_sites, check_extras, report_sites, report_losses)
 FIND: tuple[Pass, ...] = (*_OPENED, *_FOUND)
 DECIDE: tuple[Pass, ...] = (*_OPENED, *_WEIGHED, *_DECIDED)
-_BEGUN: tuple[Pass, ...] = (compare_ranks, guard_extras, start_builds)
+_BEGUN: tuple[Pass, ...] = (compare_ranks, leave_ranks, guard_extras, start_builds)
 _REWRITE: tuple[Pass, ...] = (rewrite_permutations, rewrite_losses, rewrite_sites)
 PASSES: tuple[Pass, ...] = (*_OPENED, rewrite_attention, *_WEIGHED, follow_ranks, *_DECIDED, *_BEGUN, *_REWRITE)
 REHEARSED: tuple[Pass, ...] = (*_OPENED, rewrite_attention, *_WEIGHED, *_DECIDED, *_REWRITE)

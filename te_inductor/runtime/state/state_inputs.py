@@ -4,6 +4,7 @@ Dynamo compiles a module's code, not a module: its parameters are inputs of the 
 class runs the same graph. So the state is an input too, found by the parameters that a call brings."""
 
 import functools
+import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,6 +77,7 @@ class StateInput:
     site: str  # module path, for messages
     place: int  # which of the graph's quantizers it is
     recorded: bool = False  # whether the graph gives it new scales
+    alike: bool = False  # whether its layers exchange tensors with other ranks, which have equal state
 
 
 @dataclass
@@ -147,20 +149,20 @@ class StateInputs(ExtraInputs):
             self._note_checkpoint()
         parameters = [inputs[place] for place in self._places] or list(self.held.values())
         reducing = bool(self.agreements) and not isinstance(parameters[0], FakeTensor)
-        agreed = agreement.settle(self.agreements, self.fallback) if reducing else ()
+        agreed = agreement.settle(self.agreements, self.fallback, parameters) if reducing else ()
         with LOCK:
             found = self._found_of(parameters, inputs)
             if found.is_first and again is None:
                 found.step(records=not self.waits)
             is_first = found.is_first if again is None else again in found.checkpoints
         for order, one in agreed:
-            call.behind.append(order.note(parameters[0], one.name, found.loads))
+            call.behind.append(order.note(parameters, one.name, found.loads))
         if again is None:
             guarded = self._guards(found, inputs)
             if found.choice is None:
                 is_first = is_first or guarded
             elif not _is_capturing():
-                is_first = found.choice.of_call(is_first, found.loads)
+                is_first = found.choice.of_call(is_first, found.loads, functools.partial(self._digest, found))
             if is_first and (checkpoint := compat.checkpoint_of_call()[0]) is not None:
                 found.checkpoints.add(checkpoint)
             if found.is_first:
@@ -309,6 +311,12 @@ class StateInputs(ExtraInputs):
         """The elements of these quantizers."""
         keys = [q.readers[0].key for q in itertools.chain(*self.updated)]
         return [getattr(key.recipe.slots(), key.site.slot).format for key in keys]
+
+    def _digest(self, found: _FoundStates) -> str:
+        """What ranks that exchange tensors know their state by."""
+        states = [found.states[q.place].tensor[1:] for q in self.quantizers if q.alike]
+        digest = hashlib.sha256(torch.cat(states).cpu().numpy().tobytes() if states else b"")
+        return digest.hexdigest()[:16]
 
     def _choice(self, inputs: Sequence[Any]) -> FormChoice | None:
         if not self.exchanging:

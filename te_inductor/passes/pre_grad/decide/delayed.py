@@ -17,7 +17,8 @@ from te_inductor.distributed.amax_groups import OWN, AmaxGroup
 from te_inductor.distributed.parallel import Parallel
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.owners import owner_of
-from te_inductor.passes.pre_grad.plan import Candidate
+from te_inductor.passes.graph.values import value
+from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.recipes import DelayedScaling, Recipe, resolve
 from te_inductor.runtime.state import store
@@ -72,6 +73,16 @@ def note_forms(agreements: Sequence[Agreement], candidates: Iterable[Candidate])
     """Note the precision of a graph's layers, of which ranks may agree to reduce amaxes together."""
     sites = [site for site in candidates if site.delayed is not None and not site.match.between_ranks]
     agreement.note_forms(agreements, [(_layer(site, site.delayed), site.low) for site in sites])
+
+
+def leave_ranks(plan: Plan) -> None:
+    """Raise where this rank alone trains layers otherwise whose amaxes it reduces with others."""
+    bodies, left = Bodies(plan.gm), dict[str, Tensor]()
+    for site in plan.candidates:
+        parameter = parameter_of(site.match, bodies, plan.inputs)[1]
+        if parameter is not None and not (site.low and site.delayed) and value(site.match.node).requires_grad:
+            left[repr(_layer(site, None))] = parameter
+    agreement.leave(left)
 
 
 def form_of(site: Candidate, recipe: Recipe | None) -> bool | None:

@@ -8,14 +8,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import fx
 
 from te_inductor import compat, ops
 from te_inductor.diagnostics import Refusal
-from te_inductor.distributed import decisions
+from te_inductor.distributed import amax_groups, decisions
 from te_inductor.ops import LayerSpec
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.values import value
+from te_inductor.passes.pre_grad.decide.delayed import parameter_of
 from te_inductor.passes.pre_grad.decide.report import plain
 from te_inductor.passes.pre_grad.loss.site import LossPart
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
@@ -123,6 +125,14 @@ def compare_ranks(plan: Plan) -> None:
     sites = [site for site in plan.candidates if site.match.between_ranks]
     if sites:
         decisions.compare(_layers(sites), list(map(_decided, sites)))
+        changes: list[decisions.Change] = []
+        bodies = Bodies(plan.gm)
+        for site in sites:
+            parameter = parameter_of(site.match, bodies, plan.inputs)[1]
+            if parameter is not None:
+                layer = site.fqn, _trains(site)
+                changes += decisions.changes_of(parameter, _groups(site), layer, _decided(site))
+        decisions.follow(changes)
 
 
 def compare_compiles(plan: Plan) -> None:
@@ -137,15 +147,28 @@ def _layers(sites: Sequence[Candidate]) -> object:
     return [(site.fqn, plain(site.match.sizes), _ranks(site), _trains(site)) for site in sites]
 
 
+def _groups(site: Candidate) -> set[tuple[int, ...]]:
+    """The ranks with which a site exchanges tensors."""
+    meshes = [mesh for mesh in map(compat.mesh_of_dtensor, _shared(site)) if mesh is not None]
+    names = map(amax_groups.process_group, site.exchanges)
+    groups = [*(mesh.mesh.flatten().tolist() for mesh in meshes), *map(dist.get_process_group_ranks, names)]
+    return {tuple(sorted(group)) for group in groups}
+
+
+def _shared(site: Candidate) -> list[Any]:
+    """The tensors of a site that ranks share, among others."""
+    nodes = [site.match.gather.shard] if site.match.gather else [site.match.x, site.match.weight]
+    return list(map(value, nodes))
+
+
 def _trains(site: Candidate) -> bool:
     return bool(value(site.match.node).requires_grad)
 
 
 def _ranks(site: Candidate) -> Any:
     """Says which ranks' tensors they are, and where each is."""
-    tensors = [site.match.gather.shard] if site.match.gather else [site.match.x, site.match.weight]
     found = []
-    for tensor in map(value, tensors):
+    for tensor in _shared(site):
         mesh = compat.mesh_of_dtensor(tensor)
         found.append(None if mesh is None else (mesh.mesh.flatten().tolist(), str(tensor.placements)))  # type: ignore[attr-defined]
     return found, site.exchanges

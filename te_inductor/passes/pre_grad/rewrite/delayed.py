@@ -31,7 +31,7 @@ steps, and no graph is compiled anew for their number."""
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -181,10 +181,10 @@ class DelayedSites:
         if exchanging:
             self.in_step |= {one.group for one in (of_x, of_weight) if one and one.group}
             self.inputs.groups |= exchanging
-            self.inputs.exchanging += [one.state.readers[0] for one in (of_x, of_weight) if one]
+            self._note_exchanging([one for one in (of_x, of_weight) if one], exchanging)
         if training and self.slots.casts_gradient and not match.knows_gradient:
             of_grad = self._quantizer(match, weight, "grad_output")
-            self.inputs.exchanging += [of_grad.state.readers[0]] if exchanging else []
+            self._note_exchanging([of_grad] if exchanging else [], exchanging)
             known["grad_output"] = self._known(of_grad, graph)
             more["token"] = self.bodies.hand(self._step(of_grad.group or OWN), graph)
             more["grad_amax"] = self.bodies.hand(of_grad.tensor, graph)
@@ -209,6 +209,13 @@ class DelayedSites:
             names.append(ranks_of(value(match.gather.shard)).group)
         groups = {amax_groups.of_process_group(amax_groups.process_group(name)) for name in names}
         return groups - {OWN}
+
+    def _note_exchanging(self, quantizers: Iterable[_Quantizer], groups: set[AmaxGroup]) -> None:
+        """Note quantizers of a layer that exchanges tensors with these groups' ranks."""
+        ranks = {rank for group in groups for rank in group.ranks}
+        for one in quantizers:
+            self.inputs.exchanging.append(one.state.readers[0])
+            one.state.alike = one.group is not None and ranks <= set(one.group.ranks)
 
     def finish(self) -> None:
         """Fill in what only all sites together know."""
