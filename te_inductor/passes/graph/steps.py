@@ -20,9 +20,8 @@ class NodePlace(int):
     """Stands in arguments for the value of the node at this place of the graph."""
 
 
-Step = tuple[
-    NodePlace, Callable[..., Any], tuple[Any, ...], dict[str, Any], tuple[NodePlace, ...]
-]  # last, what ends with it
+# Where its value goes, what it calls, with which arguments, and which values end with it.
+Step = tuple[NodePlace, Callable[..., Any], tuple[Any, ...], dict[str, Any], tuple[NodePlace, ...]]
 
 
 class Steps(NamedTuple):
