@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -269,6 +269,11 @@ def computes_again_outside_ddp() -> bool:
     return seen == [ddp, None]
 
 
+def has_no_hook(module: ModuleType) -> bool:
+    """torch calls nobody where gradients are thrown away."""
+    return not any("zero_grad" in name for name in vars(module) if name.startswith("register_"))
+
+
 def runs_a_stage_as_any_call() -> bool:
     """A pipeline's stage that is to find its shapes is run on tensors as any others are, not on `meta`."""
     from torch.distributed.pipelining import PipelineStage
@@ -321,6 +326,8 @@ FAULTS: dict[str, Callable[[], bool]] = {
     "torch._dynamo.backends.registry._COMPILER_FNS": registers_a_backend_once,
     "torch.utils.swap_tensors": refuses_references,
     "torch.utils.checkpoint.CheckpointFunction.forward": computes_again_outside_ddp,
+    "torch.optim.Optimizer.zero_grad": lambda: has_no_hook(sys.modules["torch.optim.optimizer"]),
+    "torch.nn.Module.zero_grad": lambda: has_no_hook(nn.modules.module),
     "torch.distributed.pipelining.stage.PipelineStage._forward_metadata_inference": runs_a_stage_as_any_call,
     "torch.compile": lambda: imports_dynamo("torch.compile"),
     "torch.compiler.disable": lambda: imports_dynamo("torch.compiler.disable"),

@@ -56,6 +56,7 @@ from te_inductor.compat.inductor import (
 from te_inductor.compat.patches import PATCHES, Patch, patch
 from te_inductor.compat.wrappers import (
     Gathered,
+    after_zero_grad,
     around_swaps,
     ddp_group_of,
     ddp_reduces_later,

@@ -153,6 +153,18 @@ PATCHES = (
         "was called, whose ranks then would not know that they share its parameters.",
     ),
     Patch(
+        "torch.optim.Optimizer.zero_grad",
+        FOR_GOOD,
+        "An optimizer that throws gradients away tells nobody, so that weight gradients that wait would be added to those "
+        "of the next batch.",
+    ),
+    Patch(
+        "torch.nn.Module.zero_grad",
+        FOR_GOOD,
+        "A module that throws gradients away tells nobody, so that weight gradients that wait would be added to those of "
+        "the next batch.",
+    ),
+    Patch(
         "torch.distributed.pipelining.stage.PipelineStage._forward_metadata_inference",
         FOR_GOOD_LATER,
         "A stage of a pipeline is run on memory that nothing was written to, to find the shapes that it sends, and nobody "

@@ -4,7 +4,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -302,3 +302,21 @@ def around_swaps(held: Callable[[Tensor, Tensor], AbstractContextManager[None]])
             original(t1, t2)
 
     patch("torch.utils.swap_tensors", swap_tensors)
+
+
+def after_zero_grad(tell: Callable[[Iterable[Tensor]], None]) -> None:
+    """Have ``tell(parameters)`` called from now on where an optimizer or a module has thrown gradients of these away."""
+
+    def told(zero_grad: Callable[..., None], parameters: Callable[[Any], Iterable[Tensor]]) -> Callable[..., None]:
+        @functools.wraps(zero_grad)
+        def zero(self: Any, set_to_none: bool = True) -> None:
+            zero_grad(self, set_to_none)
+            if not torch.compiler.is_compiling():
+                tell(parameters(self))
+
+        return zero
+
+    optimizers, modules = torch.optim.Optimizer.zero_grad, torch.nn.Module.zero_grad
+    in_groups = told(optimizers, lambda self: (p for group in self.param_groups for p in group["params"]))
+    patch("torch.optim.Optimizer.zero_grad", in_groups)
+    patch("torch.nn.Module.zero_grad", told(modules, lambda self: self.parameters()))

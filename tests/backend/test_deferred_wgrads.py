@@ -101,6 +101,41 @@ def test_a_backward_that_fails_leaves_nothing():
     pair.check()
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("by", ["optimizer", "module"])
+def test_a_batch_that_is_thrown_away(by, set_to_none):
+    """Its products go with the gradients that it has left already; those of other parameters stay."""
+    pair = Pair(Attention(), "deferred")
+    for model in (pair.model, pair.twin):
+        model.k.weight.grad = torch.ones(32, 32)
+    pair.backward(*pair.forward(2, 4, 32))
+    for model in (pair.model, pair.twin):
+        thrown = torch.optim.SGD([*model.q.parameters(), *model.o.parameters()]) if by == "optimizer" else model
+        thrown.zero_grad(set_to_none=set_to_none)
+    assert backward_dw() == (by == "optimizer")  # of k and v, which are one GEMM with q
+    if set_to_none:
+        pair.check()
+    pair.model.zero_grad()
+    pair.twin.zero_grad()
+    pair.backward(*pair.forward(2, 4, 32))
+    assert backward_dw() == 2
+    pair.check()
+
+
+def test_gradients_are_thrown_away_in_a_graph():
+    """Dynamo traces the module's own method."""
+    layer = nn.Linear(4, 4)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def throw(x):
+        layer.zero_grad()
+        return layer(x)
+
+    layer.weight.grad = torch.ones(4, 4)
+    throw(torch.ones(4))
+    assert layer.weight.grad is None
+
+
 def chain(depth: int = 3) -> nn.Sequential:
     """Every copy has the size of every other."""
     return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(depth)))

@@ -14,7 +14,8 @@ A graph knows a parameter by its ticket, a number that is an input like `main_gr
 changes, which keeps the op in the graph, and in its place among others.
 
 Who forgets the call has no gradients, and would not know. So while products wait, `step` of an optimizer that has one
-of their parameters is an error."""
+of their parameters is an error. `zero_grad`, of an optimizer or a module, throws its parameters' products away with the
+gradients of the same backwards; who sets `grad` to None by hand tells nobody."""
 
 import itertools
 import weakref
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import Optimizer
 
+from te_inductor import compat
 from te_inductor.errors import DeferredWgradError, wrong_type
 from te_inductor.recipes.quantizers import Gemm
 from te_inductor.runtime.eager import Written, dense
@@ -215,6 +217,21 @@ def _waiting(parameters: Iterable[Tensor] | None) -> list[tuple[Queue, WaitingPr
         ids = {id(parameter) for parameter in parameters}
         found = [one for one in found if any(id(ref()) in ids for ref in one[1].parameters)]
     return sorted(found, key=lambda one: one[1].place)
+
+
+def _forget(parameters: Iterable[Tensor]) -> None:
+    """Lets gradients go with those that were thrown away. A product of several parameters stays for the others."""
+    if not any(queue.products for queue in _queues.values()):
+        return
+    ids = {id(parameter) for parameter in parameters}
+    for queue, product in _waiting(None):
+        kept = [id(ref()) not in ids for ref in product.parameters]
+        product.wanted = [wanted and keep for wanted, keep in zip(product.wanted, kept, strict=True)]
+        if not any(product.wanted):
+            queue.products.remove(product)
+
+
+compat.after_zero_grad(_forget)
 
 
 def _refuse_step(optimizer: Optimizer) -> None:
