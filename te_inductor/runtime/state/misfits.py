@@ -42,7 +42,7 @@ With ``options={"guard": "heal"}`` three more things happen.
    would not have suited its tensor, as behind an outlier, or for as long as a history remembers larger amaxes, calls
    run the graph of a first step (Note [A first step]), in which each tensor is cast by its own amax. So does the first
    call behind state that was loaded whose scale does not suit its newest amax, and a graph without gradients, as of an
-   evaluation, whose tensors' scales do not suit. The step in which
+   evaluation, whose tensors' scales do not suit: its first call behind a step does wait for the device. The step in which
    an outlier appears cannot: its amax is known when the cast is done. It cuts the outlier off and casts all else as
    before, which loses less than the outlier's own scale would.
 3. Where the sizes of a call's inputs are at least twice, or at most half, those of the call before, gradients of a mean
@@ -89,6 +89,7 @@ import struct
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -166,7 +167,7 @@ class _Reading:
         return [Misfits(*row) for copy in self.copies for row in copy.tolist()]
 
 
-@dataclass
+@dataclass(eq=False)
 class Watch:
     """The counts of some quantizers: for each of the updates that a step ends with (n, COUNTS) int32."""
 
@@ -205,9 +206,17 @@ class Watch:
         """The counts of all quantizers, one update's behind another's, if a copy has arrived; asks for one when it is
         time. Called once a call."""
         self._calls += 1
+        if self.heals:
+            _ahead.add(self)
         if self._newest.events is None and (self.heals or self._calls <= _OFTEN or self._calls % _SELDOM == 0):
             self._newest.begin(self.counts)
         return self._newest.take()
+
+    def catch_up(self) -> None:
+        """Takes note of all steps so far. Waits for the device."""
+        _ahead.discard(self)
+        self._newest.begin(self.counts)
+        self._note_unsuited([row.in_a_row > 0 for row in self._newest.take(wait=True) or ()])
 
     def failing(self) -> list[int]:
         """The places of tensors that keep failing, once a round of calls; called behind each look but those of
@@ -236,6 +245,15 @@ class Watch:
         return any(a >= 2 * b or b >= 2 * a for a, b in pairs if a != b)
 
 
+def are_unsuited(states: Sequence[QuantizerState]) -> bool:
+    """Whether the last step of some of these quantizers, under a guard that heals, ended with a scale that does not suit.
+    Waits for the devices where steps lie behind that the host has not been told of."""
+    for watch in [one for one in _ahead if not set(one.states).isdisjoint(states)]:
+        watch.catch_up()
+    return any(state.unsuited for state in states)
+
+
+_ahead: "WeakSet[Watch]" = WeakSet()  # whose steps the host may not know of
 _watches: TensorTable[dict[str, Watch]] = TensorTable()  # by a parameter, then by what is updated together
 
 

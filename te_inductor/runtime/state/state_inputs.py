@@ -38,7 +38,7 @@ from te_inductor.recipes.delayed import suitable
 from te_inductor.recipes.formats import Element
 from te_inductor.runtime.extra_inputs import ExtraInputs, GraphCall
 from te_inductor.runtime.state import misfits, resumed
-from te_inductor.runtime.state.misfits import MOST_GRAPHS, Misfits, Watch, has_room, watch_of
+from te_inductor.runtime.state.misfits import MOST_GRAPHS, Misfits, Watch, are_unsuited, has_room, watch_of
 from te_inductor.runtime.state.store import (
     LOCK,
     Key,
@@ -250,7 +250,7 @@ class StateInputs(ExtraInputs):
         amaxes."""
         watch = found.watch
         if not self.updated:  # what counts is a graph that trains
-            return self.heals and not _is_capturing() and any(state.unsuited for state in found.states)
+            return self.heals and not _is_capturing() and are_unsuited(found.states)
         if _is_capturing() or not (watch.heals or (watch.names and not misfits.is_said(_HARM))):
             return False
         counts = watch.look()
