@@ -129,6 +129,24 @@ def test_changes_that_are_seen(how):
     assert not torch.equal(before, after)
 
 
+def test_a_buffer_that_is_written_behind_a_step_of_others():
+    """Frameworks have parameters in one buffer, step a copy of it in fp32 and write it back."""
+    model = Decoder()
+    parameters = [*model.parameters()]
+    buffer = torch.cat([one.detach().flatten() for one in parameters])
+    for one, part in zip(parameters, buffer.split([one.numel() for one in parameters]), strict=True):
+        one.data = part.view_as(one)
+    totals = nn.Parameter(buffer.clone())
+    optimizer = torch.optim.SGD([totals], lr=1.0)
+    view = rollout(model, "rowwise")
+    for _ in range(2):
+        totals.grad = 0.1 * torch.randn_like(totals)
+        optimizer.step()
+        buffer.copy_(totals.detach())
+        with torch.no_grad():
+            assert torch.equal(view(IDS), quantize_(copy.deepcopy(model), "rowwise")(IDS))
+
+
 def test_a_write_that_is_not_seen_wants_a_refresh():
     model = Decoder()
     view = rollout(model, "rowwise")

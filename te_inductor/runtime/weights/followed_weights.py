@@ -7,7 +7,9 @@ learning, and are written again, in place, so that compiled graphs and CUDA grap
 generation reads them many times between two changes, and is bound by what it reads: it cannot afford to read the
 parameters as well and to compare them, as weights that are cast once do (Note [A weight that has not changed]). So a
 change is seen on the host, by four numbers that cost no launch: which tensor the module holds, its address, its version
-counter, and how many steps of an optimizer it has been through, as fused optimizers count no version. What writes
+counter, and how many steps of an optimizer it has been through, as fused optimizers count no version. Where it learns and is
+a part of a larger buffer, as frameworks make them, which copy all at once from what their optimizers step, any optimizer's
+steps count, but under FSDP2, where not all ranks' shards need be parts. What writes
 otherwise, `p.data.mul_()`, a kernel or a collective of the program's own, is not seen: `refresh_rollout` is for those.
 
 The look is where a weight is used: in eager code each use looks at that weight, a compiled graph looks at all of its
@@ -81,7 +83,9 @@ class FollowedWeights:
         for held, name, is_sharded in self.sources:
             one = held.get(name)
             if one is not None:
-                steps, local = _steps.setdefault(one, [0]), one._local_tensor if is_sharded else one
+                local = one._local_tensor if is_sharded else one
+                in_buffer = one.requires_grad and not is_sharded and one.nbytes < one.untyped_storage().nbytes()
+                steps = _any_steps if in_buffer else _steps.setdefault(one, [0])
                 version = 0 if local.is_inference() else local._version
                 self._seen.append((TensorReference(one), steps, local.data_ptr(), version, steps[0]))
 
@@ -180,6 +184,7 @@ class FollowedView:
 
 _views: WeakSet[FollowedView] = WeakSet()
 _steps: TensorTable[list[int]] = TensorTable()  # the number of steps of optimizers, by the parameter
+_any_steps = [0]  # of all optimizers
 
 
 def add(stored: Iterable[Tensor], weights: FollowedWeights) -> None:
@@ -231,6 +236,7 @@ def following(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[.
 
 
 def _count(optimizer: Optimizer) -> None:
+    _any_steps[0] += 1
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             steps = _steps.get(parameter, None)
