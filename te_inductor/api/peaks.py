@@ -120,22 +120,22 @@ class _Graph:
 
     def in_backward(self, alive: Sequence[_Buffer]) -> list[Held]:
         """Returns what is alive in a kernel of the backward, with the forward's names for what that saved. Parameters and
-        inputs are counted elsewhere."""
+        inputs are counted elsewhere, and what the backward is given in several views is counted once."""
         assert self.backward is not None
         places = {name: place for place, name in enumerate(self.backward.returned) if place in self.parameters}
         buffers = {one.name: one.held for one in self.forward.buffers}
         pairs = zip(self.forward.outputs, self.forward.returned, strict=False)
-        outputs = {output: buffers[buffer] for output, buffer in pairs if buffer in buffers}
+        outputs = {output: buffer for output, buffer in pairs if buffer in buffers}
         made = {name: outputs[output] for name, output in self.saved().items() if output in outputs}
-        found = []
+        found, saved = list[Held](), dict[str, Held]()
         for one in alive:
             if one.name in places:
                 found.append(replace(one.held, keeper=GRADIENT, module=self.parameters[places[one.name]].module))
             elif one.name not in self.backward.inputs or _is_tangent(one.name):
                 found.append(one.held)
             elif one.name in made:
-                found.append(replace(made[one.name], keeper=SAVED))
-        return found
+                saved[made[one.name]] = replace(buffers[made[one.name]], keeper=SAVED)
+        return [*found, *saved.values()]
 
 
 def _is_tangent(name: str) -> bool:

@@ -10,9 +10,10 @@ import sys
 import pytest
 import torch
 
-from te_inductor.api.peaks import KEEPERS
+from te_inductor.api.peaks import KEEPERS, peak_of
 from te_inductor.command import bench, doctor, factory, main
 from te_inductor.errors import OptionError
+from tests.command.models import gated
 from tests.forked import PROGRAMS, ROOT
 
 MODELS = "tests.command.models"
@@ -112,6 +113,15 @@ def test_memory_at_the_peak_of_a_step():
     saved = [one["bytes"] for one in low["this"]["held"] if one["keeper"] == "saved for backward"]
     codes = 4096 * 1024 * (1 + 4 / 128) + 4096 * 128  # of gate and up with their scales, and x's copy
     assert sum(saved) - codes == 6 * 2 * 16, saved  # scales of six quantizers, and their reciprocals
+
+
+def test_what_is_saved_in_two_views_is_counted_once():
+    """gate and up are the two halves of one product, and are read apart in the backward."""
+    model, inputs = gated()
+    peak = peak_of(model, (inputs,), {}, {"policy": {"*": "delayed"}}, "adamw")
+    assert peak.when == "backward"
+    saved = [one.shape for one in peak.held if one.keeper == "saved for backward" and one.bytes >= 2**20]
+    assert saved == [(4096, 1024)]
 
 
 def test_explain_as_data_from_a_file_in_another_folder(tmp_path):
