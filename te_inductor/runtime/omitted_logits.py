@@ -13,6 +13,12 @@ _TELLS = frozenset(
     "__get__ size dim numel stride element_size is_contiguous is_floating_point is_complex __len__ nelement ndimension"
     " __repr__ __hash__".split()
 )
+_PLACES: dict[Any, Callable[[torch.device], Any]] = {  # what tells where a tensor is
+    Tensor.device.__get__: lambda device: device,  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__: lambda device: device.type == "cuda",  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: lambda device: device.type == "cpu",  # type: ignore[attr-defined]
+    Tensor.is_meta.__get__: lambda device: device.type == "meta",  # type: ignore[attr-defined]
+}
 _KEEPS = frozenset("detach float half bfloat16 to contiguous clone".split())
 
 
@@ -25,16 +31,23 @@ class OmittedOutput(NamedTuple):
 
 
 class OmittedLogits(Tensor):
-    """Logits that were not computed: a tensor on the meta device, whose sizes and dtype can be read."""
+    """Logits that were not computed: a tensor on the meta device, whose sizes, dtype and device, as they would be, can be
+    read."""
+
+    _device: torch.device
 
     @staticmethod
-    def of(sizes: Sequence[int], dtype: torch.dtype) -> "OmittedLogits":
-        return torch.empty(sizes, dtype=dtype, device="meta").as_subclass(OmittedLogits)
+    def of(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> "OmittedLogits":
+        made = torch.empty(sizes, dtype=dtype, device="meta").as_subclass(OmittedLogits)
+        made._device = device
+        return made
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if (place := _PLACES.get(function)) is not None:
+            return place(args[0]._device)
         if not torch.compiler.is_dynamo_compiling() and compat.is_translating():
             # Dynamo looks at what is alive behind a graph break, which need not be read.
             with torch._C.DisableTorchFunctionSubclass():
@@ -49,7 +62,7 @@ class OmittedLogits(Tensor):
             )
         with torch._C.DisableTorchFunctionSubclass():
             made = function(*args, **(kwargs or {}))
-        return made.as_subclass(cls) if isinstance(made, Tensor) else made
+        return cls.of(made.shape, made.dtype, args[0]._device) if isinstance(made, Tensor) else made
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"OmittedLogits(size={tuple(self.shape)}, dtype={self.dtype})"
@@ -67,7 +80,7 @@ def leave_out(compiled: Callable[..., Any], places: Sequence[OmittedOutput]) -> 
         outputs = list(compiled(*inputs))
         for place in places:
             sizes = (*outputs[place.output].shape[:-1], place.words)
-            outputs[place.output] = OmittedLogits.of(sizes, place.dtype)
+            outputs[place.output] = OmittedLogits.of(sizes, place.dtype, outputs[place.output].device)
         return outputs
 
     return run

@@ -244,18 +244,19 @@ def test_modes_without_gradients(mode):
 
 
 def test_left_out_logits_behind_a_graph_break():
-    """They are handed on there, and no value of them is read."""
+    """They are handed on there, and no value of them is read. They say that they are where logits would be."""
 
     def broken(head, x, labels):
         logits = head(x)
         loss = flat(logits, labels)
         torch._dynamo.graph_break()
-        return loss * logits.shape[0], logits
+        return loss * torch.ones(1, device=logits.device).sum() * logits.shape[0], logits.detach().float()
 
     program = Program(broken)
     x, labels = given()
     loss, logits = torch.compile(program, backend="te", options={"recipe": "current", "logits": "omit"})(x, labels)
     loss.backward()
+    assert (logits.device, logits.is_cpu, logits.is_meta) == (x.device, True, False)
     assert isinstance(logits, OmittedLogits) and program.head.weight.grad.isfinite().all()
     assert error(loss.detach(), program(x, labels)[0].detach()) <= 0.02
 
