@@ -60,6 +60,11 @@ class Choices:
         )
 
     def can_fuse(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+        # Inductor answers first: most pairs share one tensor of scales and nothing else, and it takes no look at nodes
+        # to refuse them.
+        shared_data_score = max(shared_data_score, *_scores(node1, node2))
+        if not self._inner.can_fuse(scheduler, node1, node2, shared_data_score):
+            return False
         # A reduction over rows, a norm's or an amax's, holds whole rows, from which a column copy can only be written
         # byte by byte; and what else Inductor would fuse there leaves the column copy to a kernel that reads the tensor
         # again.
@@ -73,10 +78,7 @@ class Choices:
         if any(map(self.stands_alone, both)) and any(combos.is_part(scheduler, node) for node in both):
             return False
         loops = loops_of(node1), loops_of(node2)
-        if all(loops) and loops[0] != loops[1]:
-            return False
-        shared_data_score = max(shared_data_score, *_scores(node1, node2))
-        return bool(self._inner.can_fuse(scheduler, node1, node2, shared_data_score))
+        return not all(loops) or loops[0] == loops[1]
 
     def can_fuse_horizontal(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         if (
@@ -133,6 +135,8 @@ def _score_of_unknown_sizes(node1: Any, node2: Any) -> int:
     """What Inductor's score of shared data would be enough of, where data is shared of which no size is known, as rows
     from other ranks. It counts them as no bytes, so that a scale, which is shared too, is too little, and has each of
     their readers read them again."""
+    if not V.graph.sizevars.shape_env.var_to_range:
+        return 0  # all sizes are numbers
     both = [node.read_writes.reads | node.read_writes.writes for node in (node1, node2)]
     unknown = any(isinstance(dep, MemoryDep) and dep.has_unbacked_symbols() for dep in both[0] & both[1])
     return config.score_fusion_memory_threshold if unknown else 0
