@@ -28,7 +28,7 @@ from tests.rounds import sample
 def pytest_addoption(parser):
     parser.addoption("--seed", type=int, default=0, help="random seed of every test; other seeds are other data")
     parser.addoption(
-        "--whole", action="store_true", help="AOTAutograd where make test goes without, and C++ that is optimized"
+        "--whole", action="store_true", help="AOTAutograd where make test goes without, and C++ as users have it"
     )
     parser.addoption("--cases", type=int, default=100, help="how many random models tests/backend/test_fuzz.py checks")
     parser.addoption("--compiled", type=int, default=0, help="and how many with generated code, half a minute each")
@@ -104,6 +104,19 @@ def no_caches():
     none = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
     with inductor.patch(none), functorch.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False):
         yield
+
+
+@pytest.fixture
+def vectors():
+    """C++ that computes with vectors, as users have it, where tests/hastened.py has it written without."""
+    from torch._inductor import config
+
+    from te_inductor import compat
+
+    compat.width_of_right_vectors.cache_clear()  # where there are none, none are wrong
+    with config.patch({"cpp.simdlen": None}):
+        yield
+    compat.width_of_right_vectors.cache_clear()
 
 
 @pytest.fixture

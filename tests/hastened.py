@@ -2,8 +2,9 @@
 compile C++ cost, a fourth of those that generate code.
 
 Generated C++ is compiled without optimization, which takes a third of the time: a test's tensors are small. Inductor
-allows the compiler no arithmetic but IEEE's, so that results have the same bits. `--whole`, as in `make test-all`,
-compiles it as users do: a fault of the compiler's own shows there (docs/ledger/tests.md has one).
+allows the compiler no arithmetic but IEEE's, so that results have the same bits. It is written without vectors, whose
+headers and tails take half of what is left; tests that want them take the fixture `vectors`. `--whole`, as in `make
+test-all`, has C++ as users do: a fault of the compiler's own shows there (docs/ledger/tests.md has one).
 
 Guards are timed with the processor's caches flushed, 24 ms a graph, and each says which line made it. Each graph is
 printed several times, and each fake mode reads the sources of its stack. So does each seed, for three kinds of devices
@@ -39,7 +40,7 @@ def collect_seldom() -> None:
 
 def patches() -> list[Any]:
     """Patches of torch, in the processes of tests."""
-    chosen = [] if WHOLE in os.environ else [_without_optimization()]
+    chosen = [] if WHOLE in os.environ else [_without_optimization(), _without_vectors()]
     return chosen if "TORCH_LOGS" in os.environ or "TORCH_TRACE" in os.environ else [*chosen, *_without_logs()]
 
 
@@ -52,6 +53,12 @@ def _without_optimization() -> Any:
         return ["O0" if flag in ("O1", "O2", "O3") else flag for flag in given(options) if flag != "g1"]
 
     return mock.patch.object(BuildOptionsBase, "get_cflags", get_cflags)
+
+
+def _without_vectors() -> Any:
+    from torch._inductor import config
+
+    return mock.patch.object(config.cpp, "simdlen", 1)  # bits of a vector
 
 
 def _without_logs() -> list[Any]:

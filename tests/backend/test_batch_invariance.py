@@ -48,6 +48,7 @@ def test_the_eager_product_sums_in_one_order():
 
 
 @pytest.mark.codegen
+@pytest.mark.usefixtures("vectors")  # so that it is the option that leaves them out
 @pytest.mark.parametrize("recipe", ["rowwise", pytest.param("block", marks=pytest.mark.thorough)])
 def test_rows_are_alike_in_any_number_trained_or_not(recipe):
     torch.manual_seed(0)

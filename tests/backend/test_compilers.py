@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from te_inductor import compat
 from te_inductor.compat.inductor import is_gcc_wrong
 
+pytestmark = pytest.mark.usefixtures("vectors")
+
 
 @pytest.mark.parametrize(
     ("version", "tuning", "wrong"),

@@ -18,7 +18,6 @@ thorough = pytest.mark.thorough
 
 @pytest.mark.quick(
     "(33, 64, 48)-torch.float32-True-hybrid-aot_eager",
-    "(33, 77, 48)-torch.bfloat16-True-rowwise-te",
     "(140, 250, 256)-torch.bfloat16-True-block-te",
 )
 @pytest.mark.parametrize("backend", ["aot_eager", "te"])

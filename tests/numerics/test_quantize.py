@@ -138,6 +138,7 @@ THOROUGHLY = [  # besides
     [*COMPILED, *(pytest.param(*case, marks=pytest.mark.thorough) for case in THOROUGHLY)],
     ids=str,
 )
+@pytest.mark.usefixtures("vectors")
 def test_compiled(compiled, size, dtype, layout, quantizer):
     functions = compile_both(compiled)
     for make in CONTENTS.values():
