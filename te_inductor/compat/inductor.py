@@ -96,7 +96,8 @@ def keep_out_of_graph_cache(code: Any, reason: str) -> None:
             self.compiled_fn_runner = None
             bypass_graph_cache(ValueError(reason))
 
-    code._fx_graph_cache_key, code.__class__ = None, Unkept
+    # Inductor's cache has nothing under this key, and that is a miss. Without a key torch 2.11 fails in the backward.
+    code._fx_graph_cache_key, code.__class__ = "te_inductor_unkept", Unkept
 
 
 @functools.cache
