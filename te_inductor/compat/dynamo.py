@@ -166,9 +166,9 @@ def _asked_each_time(builder: Any, guard: Any) -> Any:
         return builder.get_guard_manager(guard)
 
 
-def guard_on_attribute(node: fx.Node, parameter: object, name: str) -> None:
-    """Have Dynamo compare the type of an attribute of a graph's input, or that there is none, before each run of the
-    graph that it is compiling. Where something else calls the backend there is nobody to compare."""
+def guard_on_attribute(node: fx.Node, parameter: object, name: str, by_type: bool = True) -> None:
+    """Have Dynamo compare an attribute of a graph's input, by its type or by value, or that there is none, before each
+    run of the graph that it is compiling. Where something else calls the backend there is nobody to compare."""
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource
 
@@ -178,7 +178,7 @@ def guard_on_attribute(node: fx.Node, parameter: object, name: str) -> None:
     install_guard(source.make_guard(_asked_each_time))
     attribute = AttrSource(source, name)
     if hasattr(parameter, name):
-        install_guard(attribute.make_guard(GuardBuilder.TYPE_MATCH))
+        install_guard(attribute.make_guard(GuardBuilder.TYPE_MATCH if by_type else GuardBuilder.EQUALS_MATCH))
     elif "attr" in inspect.signature(GuardBuilder.HASATTR).parameters:
         install_guard(source.make_guard(partial(GuardBuilder.HASATTR, attr=name)))
     else:  # 2.11

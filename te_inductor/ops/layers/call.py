@@ -52,7 +52,7 @@ def trace_layers(
     kind: Any = DenseLayers if ends is None else ExpertLayers
     if spec.loss is not None:
         kind = partial(LossLayers, loss=spec.loss)
-    layers = kind(
+    made = kind(
         spec,
         out_dtype,
         len(weights),
@@ -62,6 +62,7 @@ def trace_layers(
         StepTensors(known or (), grad_amax),
         takers or (),
     )
+    layers = spec.sink.around(made, made.takers)
     if spec.parallel is not None:
         return of_shards(layers, spec.parallel, x, token, weights, biases, () if labels is None else (labels,))
     if ends is not None:

@@ -75,9 +75,10 @@ class DenseLayers(LinearLayers):
     def input_column(self, opened: Opened, of_x: Saved) -> Copy:
         return Copy(*of_x)
 
-    def multiply_wgrad(self, opened: Opened, a: Copy, b: Copy, gemm: Gemm) -> Tensor:
-        dtype = opened.given.weight_dtype
-        return product(a, b, None, gemm, made_dtype(self.out_dtype, dtype)).to(dtype)
+    def multiply_wgrad(self, opened: Opened, a: Copy, b: Copy, gemm: Gemm, dtype: torch.dtype | None) -> Tensor:
+        of_weight = opened.given.weight_dtype
+        made = dtype or made_dtype(self.out_dtype, of_weight)
+        return product(a, b, None, gemm, made).to(dtype or of_weight)
 
     def bias_gradients(self, opened: Opened, dtype: torch.dtype) -> Sequence[Tensor]:
         sums = (dy.sum(0, dtype=torch.float32) for dy in opened.dys)

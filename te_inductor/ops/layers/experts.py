@@ -116,13 +116,13 @@ class ExpertLayers(LinearLayers):
         x = x if scale_inv is None else _stored_columns(x, opened.given.width)
         return opened.columns(x, scale_inv, source, self.slots.input)
 
-    def multiply_wgrad(self, opened: "_Grouped", a: Copy, b: Copy, gemm: Gemm) -> Tensor:
+    def multiply_wgrad(self, opened: "_Grouped", a: Copy, b: Copy, gemm: Gemm, dtype: torch.dtype | None) -> Tensor:
         *operands, alpha = operands_of(a, b, gemm)
-        if self._native(gemm, a.data, opened.given):
+        if dtype is None and self._native(gemm, a.data, opened.given):
             return library.grouped_wgrad(*operands, opened.starts, opened.tiles, gemm, alpha)  # type: ignore[call-arg, arg-type]
-        dtype = opened.given.weight_dtype
-        made = made_dtype(self.out_dtype, dtype)
-        return ops.grouped_wgrad(*operands, opened.starts, gemm, made, alpha).to(dtype)  # type: ignore[no-any-return]
+        of_weight = opened.given.weight_dtype
+        made = dtype or made_dtype(self.out_dtype, of_weight)
+        return ops.grouped_wgrad(*operands, opened.starts, gemm, made, alpha).to(dtype or of_weight)  # type: ignore[no-any-return]
 
     def bias_gradients(self, opened: "_Grouped", dtype: torch.dtype) -> Sequence[Tensor]:
         [dy], tiles = opened.dys, opened.tiles

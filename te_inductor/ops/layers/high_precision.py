@@ -100,8 +100,8 @@ class HighExperts(ExpertLayers):
         rows = given.groups[1]
         return _as_it_is((x if rows is None else x[rows]).t())
 
-    def multiply_wgrad(self, opened: Any, a: Copy, b: Copy, gemm: Gemm) -> Tensor:
-        return torch._grouped_mm(a.data, b.data.t(), offs=opened.ends).to(opened.given.weight_dtype)
+    def multiply_wgrad(self, opened: Any, a: Copy, b: Copy, gemm: Gemm, dtype: torch.dtype | None) -> Tensor:
+        return torch._grouped_mm(a.data, b.data.t(), offs=opened.ends).to(dtype or opened.given.weight_dtype)
 
     def _experts_values(self, rows: Copy, width: int) -> Tensor:  # (E, N, K)
         quantizer = self.slots.weight

@@ -277,8 +277,8 @@ class LinearLayers(Operation):
         """wgrad's copy of x."""
         raise NotImplementedError
 
-    def multiply_wgrad(self, opened: Any, a: Copy, b: Copy, gemm: Gemm) -> Tensor:
-        """wgrad's product, as autograd gets it."""
+    def multiply_wgrad(self, opened: Any, a: Copy, b: Copy, gemm: Gemm, dtype: torch.dtype | None) -> Tensor:
+        """wgrad's product in this dtype, or, None, as autograd gets it of a weight in its own."""
         raise NotImplementedError
 
     def bias_gradients(self, opened: Any, dtype: torch.dtype) -> Sequence[Tensor]:

@@ -14,7 +14,7 @@ second exchange casts dy likewise. y and dx, which are results, are exchanged in
 Formats with finer scales exchange x and dy in high precision: the weight gradient reads them with scales of columns of
 one expert's rows, which no rank has before they are sent."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,6 @@ from torch import Tensor
 from te_inductor import compat
 from te_inductor.distributed.parallel import Parallel, Ranks, gather, reduce, wait
 from te_inductor.ops.casts import Copy
-from te_inductor.ops.layers.layer import LinearLayers
 from te_inductor.ops.layers.parts import BoundOperand, Operand
 from te_inductor.recipes.constants import constant
 from te_inductor.runtime.definition import op_of
@@ -79,7 +78,7 @@ def operands_of(parallel: Parallel) -> tuple[AllGathered, AllGathered]:
 
 
 def of_shards(
-    layers: LinearLayers,
+    layers: Callable[..., Any],
     parallel: Parallel,
     x: Any,
     token: Tensor | None,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from te_inductor.distributed.parallel import Ranks, largest
 from te_inductor.ops.casts import Copy, ScalePair, current_scale, tensor_amax
+from te_inductor.ops.differentiable import Operation
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.constants import Constant, constant
 from te_inductor.runtime.extra_inputs import Takers
@@ -108,18 +109,19 @@ class WeightGradient:
     b: Copy  # x columnwise
     gemm: Gemm
     starts: Tensor | None  # (E + 1,), where each group of columns begins, of experts
-    multiply: Callable[[Copy, Copy, Gemm], Tensor]
+    multiply: Callable[[Copy, Copy, Gemm, torch.dtype | None], Tensor]
     sizes: Sequence[int]  # rows of each weight
     turned: bool  # whether the weights lie in memory as their transposes
+    dtype: torch.dtype | None = None  # of the gradients, in which the GEMM writes them; None: that of the weights
 
     def laid_out(self) -> Sequence[Tensor]:
         """The gradients of weights that are one layer, each laid out as its weight, as what is laid out otherwise
         autograd copies. A weight that is `turned` has a GEMM of its own, whose operands are in the other order."""
         if not (self.turned and self.gemm.transposes):
-            dw = self.multiply(self.a, self.b, self.gemm)
+            dw = self.multiply(self.a, self.b, self.gemm, self.dtype)
             return dw.split(list(self.sizes), -2) if len(self.sizes) > 1 else [dw]
         pieces = self.a.split(self.sizes) if len(self.sizes) > 1 else [self.a]
-        return [self.multiply(self.b, piece, self.gemm.transposed).mT for piece in pieces]
+        return [self.multiply(self.b, piece, self.gemm.transposed, self.dtype).mT for piece in pieces]
 
 
 @constant
@@ -127,6 +129,10 @@ class GradientSink(Constant):
     """The place where a layer's weight gradients go. Here: autograd."""
 
     takers: ClassVar[Takers | None] = None  # the inputs of a graph that take them in autograd's place
+
+    def around(self, layers: Operation, tensors: Sequence[Tensor]) -> Callable[..., Any]:
+        """The layers as autograd sees them; `tensors` are the sink's."""
+        return layers
 
     def take(self, gradient: WeightGradient, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """What autograd gets of each weight; `tensors` are what takes them in its place, one a weight."""

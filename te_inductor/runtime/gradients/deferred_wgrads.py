@@ -89,10 +89,10 @@ def _ticket(parameter: Tensor, _: bool = True) -> Tensor:
         queue = _queues[parameter] = _by_ticket[number] = Queue(
             TensorReference(parameter), torch.tensor(number, dtype=torch.int64, device="cpu")
         )
-    return queue.ticket
+    return queue.ticket.data
 
 
-TICKETS = Takers(lambda parameter: torch.empty((), dtype=torch.int64, device="cpu"), _ticket)
+TICKETS = Takers("te_ticket_", lambda parameter: torch.empty((), dtype=torch.int64, device="cpu"), _ticket)
 
 
 def defer_wgrad(

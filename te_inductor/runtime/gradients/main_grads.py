@@ -66,18 +66,20 @@ def _clear_flag(gradients: tuple[Tensor | None, ...]) -> None:
 
 
 def _total(parameter: Tensor, whole: bool) -> Tensor:
-    """The total of a call, which will have a backward where gradients are enabled.
+    """The total of a call, which will have a backward where gradients are enabled: the same memory with a version
+    counter of the call's own, so that no backward minds that another one, or the user, has written there since its
+    forward.
 
     Raises:
         MainGradError: as above.
     """
     if whole and torch.is_grad_enabled() and hasattr(parameter, _FLAG):
         setattr(parameter, _FLAG, True)
-    return checked(parameter)
+    return checked(parameter).data
 
 
 def _example(parameter: Tensor) -> Tensor:
     return torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
 
 
-MAIN_GRADS = Takers(_example, _total, watch)
+MAIN_GRADS = Takers("te_total_", _example, _total, watch)

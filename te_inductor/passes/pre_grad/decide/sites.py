@@ -202,12 +202,11 @@ def check_extras(plan: Plan) -> None:
             plan.inputs,
             plan.writes,
         )
-    if plan.options.wgrad in weight_grads.SINKS:
-        checks["wgrad"] = lambda site: (
-            weight_grads.refusal(site.match, site.slots, bodies, plan.inputs, plan.options)  # type: ignore[arg-type]
-            if weight_grads.wanted(site.match)
-            else None
-        )
+    checks["wgrad"] = lambda site: (
+        weight_grads.refusal(site.match, site.slots, bodies, plan.inputs, plan.options)  # type: ignore[arg-type]
+        if weight_grads.wanted(site.match)
+        else None
+    )
     if plan.options.amax_group:
         checks["amax_group"] = lambda site: delayed.not_over_group(site.delayed, plan.options)
     plan.outcome.report.unmet.extend(

@@ -1,6 +1,6 @@
 """Sites whose weight gradient does not go to autograd: their backward adds it to the parameter's `main_grad` (Note
-[Gradients that are added in the backward]) or leaves its GEMM for later (Note [Weight gradients that wait]). Which can,
-and the inputs that bring what takes them into the graph."""
+[Gradients that are added in the backward]) or leaves its GEMM for later (Note [Weight gradients that wait]). Which can;
+and which give it to autograd in another dtype than the weight's, as the parameter's `grad_dtype` says."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -32,30 +32,42 @@ def wanted(match: Match) -> bool:
 
 
 def refusal(match: Match, slots: Slots, bodies: Bodies, examples: Sequence[object], options: Options) -> Refusal | None:
-    """Why a site's weight gradient goes to autograd all the same; `examples` are the inputs that the graph is compiled
-    for.
+    """Why a site's weight gradient goes to autograd all the same, or is rounded to the weight's dtype for it; `examples`
+    are the inputs that the graph is compiled for.
 
     Raises:
         MainGradError: there is a main_grad that does not fit its parameter.
     """
-    if (of_part := match.first_refusal(lambda part: part.refuse_taken(match, options.wgrad == "deferred"))) is not None:
-        return of_part
-    if not bodies.reaches(match.node.graph):
-        return Refusal("inside a control-flow body, which option 'wgrad' does not reach")
-    node = bodies.outer(match.weight)
-    if not _is_whole(node, match):
-        return Refusal("the weight is computed in the graph, or one of several in a parameter")
-    if match.transposed:
-        return Refusal("the parameter holds the transpose of what the GEMM computes")
+    if options.wgrad == "grad":
+        return None
+    if (why := _not_taken(match, bodies, options)) is not None:
+        return why
     if compat.inside_ddp():
         return Refusal("DistributedDataParallel reduces what autograd has of it, in the backward")
-    parameter = bodies.held(node, examples)
+    parameter = bodies.held(bodies.outer(match.weight), examples)
     if options.wgrad == "deferred":
         return _not_deferred(slots, parameter, value(match.weight).device, options)
     if not isinstance(getattr(parameter, "main_grad", None), torch.Tensor):
         return Refusal("the parameter has no main_grad")
     checked(parameter)  # type: ignore[arg-type]
     return None
+
+
+def _not_taken(match: Match, bodies: Bodies, options: Options) -> Refusal | None:
+    """Why no sink but autograd in the weight's own dtype can have the gradient."""
+    if (of_part := match.first_refusal(lambda part: part.refuse_taken(match, options.wgrad == "deferred"))) is not None:
+        return of_part
+    if not bodies.reaches(match.node.graph):
+        return Refusal("inside a control-flow body, which option 'wgrad' does not reach")
+    if not _is_whole(bodies.outer(match.weight), match):
+        return Refusal("the weight is computed in the graph, or one of several in a parameter")
+    return Refusal("the parameter holds the transpose of what the GEMM computes") if match.transposed else None
+
+
+def sink_of(sites: Sequence[Candidate], bodies: Bodies, plan: Plan) -> GradientSink | None:
+    """What takes the weight gradients of sites that are one GEMM, behind `check_extras`; None: autograd."""
+    sink = SINKS.get(plan.options.wgrad)
+    return sink if sink is not None and all(map(takes, sites)) else None
 
 
 def _is_whole(weight: fx.Node, match: Match) -> bool:
@@ -109,9 +121,9 @@ def left_to_autograd(plan: Plan, bodies: Bodies) -> Iterator[Unmet]:
             yield Unmet("wgrad", fqn, why)
 
 
-def guard_on_totals(matches: Iterable[Match], bodies: Bodies, examples: Sequence[object]) -> None:
-    """Have Dynamo compile anew where a parameter has a main_grad that had none, or the other way round: other modules
-    of the class run the same graph, and whoever makes totals may do so after a first call."""
+def guard(matches: Iterable[Match], bodies: Bodies, examples: Sequence[object], options: Options) -> None:
+    """Have Dynamo compile anew where a parameter has a main_grad that had none, or the other way round, or gradients of
+    another dtype: other modules of the class run the same graph, and either may be set after a first call."""
     whole = (
         bodies.outer(match.weight)
         for match in matches
@@ -119,7 +131,8 @@ def guard_on_totals(matches: Iterable[Match], bodies: Bodies, examples: Sequence
     )
     for node in dict.fromkeys(whole):
         if (parameter := bodies.held(node, examples)) is not None:
-            compat.guard_on_attribute(node, parameter, "main_grad")
+            if options.wgrad == "main_grad":
+                compat.guard_on_attribute(node, parameter, "main_grad")
 
 
 def _not_deferred(slots: Slots, parameter: object, device: torch.device, options: Options) -> Refusal | None:

@@ -15,7 +15,7 @@ from te_inductor.ops.layers.operands import Kept
 from te_inductor.ops.layers.parts import GradientSink
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.values import value
-from te_inductor.passes.pre_grad.decide.weight_grads import SINKS, other_readers, takes
+from te_inductor.passes.pre_grad.decide.weight_grads import other_readers, sink_of
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites.part import SitePart
 from te_inductor.runtime.extra_inputs import ExtraInputs, GradientInputs
@@ -113,23 +113,30 @@ def refresh_on(device: torch.device) -> Refresh:
 def take_gradients(plan: Plan, calls: Iterable[Sequence[Candidate]]) -> None:
     """Append what takes the gradients of weights, one a parameter. A site of the same parameter whose gradients are not
     taken leaves them to autograd."""
-    sink = SINKS.get(plan.options.wgrad)
-    if sink is None or sink.takers is None:
-        return
-    bodies, inputs, calls = Bodies(plan.gm), GradientInputs(sink.takers), list(calls)
+    bodies, by_sink = Bodies(plan.gm), dict[GradientSink, list[Sequence[Candidate]]]()
+    for call in calls:
+        if (sink := sink_of(call, bodies, plan)) is not None:
+            by_sink.setdefault(sink, []).append(call)
+    for sink, taken in by_sink.items():
+        nodes = _append_takers(plan, bodies, sink, taken)
+        for call in taken:
+            takers = GradientTakers(bodies, sink, [nodes[bodies.outer(site.match.weight)] for site in call])
+            call[0].match = call[0].match.having(takers)
+
+
+def _append_takers(
+    plan: Plan, bodies: Bodies, sink: GradientSink, calls: Sequence[Sequence[Candidate]]
+) -> dict[fx.Node, fx.Node]:
+    """What takes the gradient of each parameter, by the node of that."""
+    assert sink.takers is not None  # what stands in for autograd
+    inputs, nodes = GradientInputs(sink.takers), dict[fx.Node, fx.Node]()
     plan.outcome.extra_inputs.append(inputs)
-    sites = [site for site in plan.candidates if site.low]
-    taken = {site.match.node: bodies.outer(site.match.weight) for site in sites if takes(site)}
-    shared = {parameter for parameter, _ in other_readers(sites, bodies)}
-    nodes = dict[fx.Node, fx.Node]()
-    for parameter in dict.fromkeys(taken.values()):
+    shared = {parameter for parameter, _ in other_readers((site for site in plan.candidates if site.low), bodies)}
+    for parameter in dict.fromkeys(bodies.outer(site.match.weight) for call in calls for site in call):
         weight = value(parameter)
         with weight.fake_mode:  # type: ignore[attr-defined]
             example = sink.takers.example(weight)
         inputs.parameters.append(bodies.place_of(parameter))
         inputs.whole.append(parameter not in shared)
         nodes[parameter] = append_input(bodies.root.graph, inputs, example)
-    for call in calls:
-        if all(site.match.node in taken for site in call):
-            takers = GradientTakers(bodies, sink, [nodes[taken[site.match.node]] for site in call])
-            call[0].match = call[0].match.having(takers)
+    return nodes

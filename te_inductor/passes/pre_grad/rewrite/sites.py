@@ -28,9 +28,8 @@ from te_inductor.templates.cutlass import build
 
 def guard_extras(plan: Plan) -> None:
     """Have Dynamo compile anew where what `check_extras` went by has changed."""
-    if plan.options.wgrad == "main_grad":
-        matches = (site.match for site in plan.candidates if site.low)
-        weight_grads.guard_on_totals(matches, Bodies(plan.gm), plan.inputs)
+    matches = (site.match for site in plan.candidates if site.low)
+    weight_grads.guard(matches, Bodies(plan.gm), plan.inputs, plan.options)
 
 
 def start_builds(plan: Plan) -> None:
