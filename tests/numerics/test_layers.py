@@ -16,6 +16,7 @@ from te_inductor.ops.layers.delayed_scales import Delayed, FirstStep
 from te_inductor.ops.layers.operands import Kept
 from te_inductor.ops.layers.parts import GradientSink, Operand, ScaledOperand, ScaleSource, WeightGradient
 from te_inductor.ops.layers.sinks import MainGrad
+from te_inductor.ops.layers.unrounded import Unrounded
 from te_inductor.recipes import DelayedScaling, Float8BlockScaling, Format
 from te_inductor.recipes.constants import constant
 from tests.oracle import casts, grouped
@@ -97,7 +98,7 @@ SOURCES: dict[str, tuple[ScaleSource, list[float], Any]] = {
     "known": (Delayed(DELAYED, SLOTS), [one for scale in KNOWN for one in (scale, 1 / scale)], KNOWN),
     "a number": (Fixed(4.0), [], (4.0, 4.0, 4.0)),
 }
-SINKS = {"autograd": GradientSink(), "main_grad": MainGrad(), "summed": Summed()}
+SINKS = {"autograd": GradientSink(), "main_grad": MainGrad(), "summed": Summed(), "unrounded": Unrounded()}
 WEIGHTS = {"cast": Operand(), "kept": Kept()}
 PLAIN = {**RECIPES, "block rows": Float8BlockScaling(fp8_format=Format.HYBRID, w_block_scaling_dim=1)}
 ALL = {**{name: recipe.slots() for name, recipe in PLAIN.items()}, "delayed": DELAYED.slots()}
@@ -142,6 +143,8 @@ def test_layer(case):
         given["of_weight"] = kept(weights[0].detach(), slots.weight)
     two_level = slots.weight.granularity.two_level and weight_name == "kept"
     takers = [] if sink_name == "autograd" else [torch.full(w.shape, 4.0) for w in weights]
+    if sink_name == "unrounded":
+        takers = [taker.requires_grad_() for taker in takers]
     spec = ops.LayerSpec(
         slots, source, weight=Kept(two_level) if weight_name == "kept" else Operand(), sink=SINKS[sink_name]
     )
@@ -151,7 +154,7 @@ def test_layer(case):
     torch.autograd.backward(ys, list(dy.split([y.shape[-1] for y in ys], -1)))
 
     assert [w.grad is None for w in weights] == [bool(takers)] * len(weights)
-    dws = [total - 4.0 for total in takers] or [w.grad for w in weights]
+    dws = [total - 4.0 if total.grad is None else total.grad for total in takers] or [w.grad for w in weights]
     dws, dbs, whole, added = (
         [one if form.experts else one[None] for one in group]
         for group in (dws, [b.grad for b in biases], [w.detach() for w in weights], [b.detach() for b in biases])
@@ -166,8 +169,9 @@ def test_layer(case):
         else dense(x.detach(), torch.cat(whole, 1)[0], used, slots, scales)
     )
     found = Found(torch.cat(ys, 1).detach(), x.grad, torch.cat(dws, 1), torch.cat(dbs, 1) if biased else None)
-    total = 4.0 if takers else 0.0
-    compare(pairs, found, torch.cat(added, 1) if biased else None, form.sizes, slots, used, rows, total, dtype)
+    total = 4.0 if takers and takers[0].grad is None else 0.0
+    made = torch.float32 if sink_name == "unrounded" else dtype
+    compare(pairs, found, torch.cat(added, 1) if biased else None, form.sizes, slots, used, rows, total, made)
     assert recipe != "delayed" or grad_amax == used.abs().max()
 
 

@@ -5,6 +5,6 @@
 |---|---|
 | `Operand` | `operands.py`; and weights that are `GatheredWeight` |
 | `ScaleSource` | `delayed_scales.py` |
-| `GradientSink` | `sinks.py` |
+| `GradientSink` | `sinks.py`, `unrounded.py` |
 
 `call.py` defines the op."""

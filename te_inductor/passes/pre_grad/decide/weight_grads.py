@@ -12,12 +12,13 @@ from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal
 from te_inductor.ops.layers.parts import GradientSink
 from te_inductor.ops.layers.sinks import Deferred, MainGrad
+from te_inductor.ops.layers.unrounded import Unrounded
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import holder_path, inner_path, module_path
 from te_inductor.passes.graph.operators import name
-from te_inductor.passes.graph.owners import from_parameter, keeps_values
+from te_inductor.passes.graph.owners import from_parameter, keeps_values, owner_of
 from te_inductor.passes.graph.values import requires_grad, value
-from te_inductor.passes.pre_grad.plan import Candidate, Plan
+from te_inductor.passes.pre_grad.plan import Candidate, LoweredPlan, Plan
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.presentation.report import Unmet
 from te_inductor.recipes import Slots
@@ -39,7 +40,9 @@ def refusal(match: Match, slots: Slots, bodies: Bodies, examples: Sequence[objec
         MainGradError: there is a main_grad that does not fit its parameter.
     """
     if options.wgrad == "grad":
-        return None
+        dtype = grad_dtype(match, bodies, examples)
+        why = None if dtype is None else _not_taken(match, bodies, options)
+        return None if why is None else Refusal("%s, so that autograd rounds it before it is %s", why, dtype)
     if (why := _not_taken(match, bodies, options)) is not None:
         return why
     if compat.inside_ddp():
@@ -64,10 +67,26 @@ def _not_taken(match: Match, bodies: Bodies, options: Options) -> Refusal | None
     return Refusal("the parameter holds the transpose of what the GEMM computes") if match.transposed else None
 
 
+def grad_dtype(match: Match, bodies: Bodies, examples: Sequence[object]) -> torch.dtype | None:
+    """What autograd casts the gradient of a site's parameter to, where that is another dtype than the parameter's, which
+    is narrower than the GEMM's sums."""
+    owner = owner_of(match.weight, bodies)
+    parameter = None if owner is None else bodies.held(owner.parameter, examples)
+    if not isinstance(parameter, torch.nn.Parameter) or parameter.dtype == torch.float32 or not parameter.is_leaf:
+        return None
+    return None if parameter.grad_dtype == parameter.dtype else parameter.grad_dtype
+
+
 def sink_of(sites: Sequence[Candidate], bodies: Bodies, plan: Plan) -> GradientSink | None:
     """What takes the weight gradients of sites that are one GEMM, behind `check_extras`; None: autograd."""
     sink = SINKS.get(plan.options.wgrad)
-    return sink if sink is not None and all(map(takes, sites)) else None
+    if sink is not None and all(map(takes, sites)):
+        return sink
+    if isinstance(plan, LoweredPlan):
+        return None
+    wide = any(grad_dtype(site.match, bodies, plan.inputs) for site in sites)
+    refused = (not wanted(site.match) or _not_taken(site.match, bodies, plan.options) for site in sites)
+    return Unrounded() if wide and not any(refused) else None
 
 
 def _is_whole(weight: fx.Node, match: Match) -> bool:
@@ -133,6 +152,8 @@ def guard(matches: Iterable[Match], bodies: Bodies, examples: Sequence[object], 
         if (parameter := bodies.held(node, examples)) is not None:
             if options.wgrad == "main_grad":
                 compat.guard_on_attribute(node, parameter, "main_grad")
+            if isinstance(parameter, torch.Tensor) and parameter.dtype != torch.float32 and parameter.is_leaf:
+                compat.guard_on_attribute(node, parameter, "grad_dtype", by_type=False)
 
 
 def _not_deferred(slots: Slots, parameter: object, device: torch.device, options: Options) -> Refusal | None:
