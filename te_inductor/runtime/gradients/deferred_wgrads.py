@@ -55,7 +55,8 @@ class WaitingProduct:
         parameters = [parameter for ref in self.parameters if (parameter := ref()) is not None]
         if len(parameters) < len(self.parameters):
             return  # nobody is left to ask for it
-        dtype = torch.float32 if any(map(_has_total, parameters)) else parameters[0].dtype
+        own = not any(_has_total(one) or _grad_dtype(one) != one.dtype for one in parameters)
+        dtype = parameters[0].dtype if own else torch.float32
         a, a_scale, b, b_scale = self.operands
         if self.starts is None:
             dw = dense.scaled_mm(a, a_scale, b, b_scale, None, self.gemm, dtype, self.alpha)
@@ -248,6 +249,11 @@ def _has_total(parameter: Tensor) -> bool:
     return isinstance(getattr(parameter, "main_grad", None), Tensor)
 
 
+def _grad_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of the parameter's gradients; its own, where it takes any, as what a GEMM of that would be."""
+    return parameter.grad_dtype or parameter.dtype
+
+
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
     """Accumulates as autograd would, or as Megatron's convention has it."""
     if _has_total(parameter):
@@ -256,6 +262,6 @@ def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
         if hasattr(parameter, "grad_added_to_main_grad") and not apart:
             parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     elif parameter.grad is None:
-        parameter.grad = gradient.to(parameter.dtype)
+        parameter.grad = gradient.to(_grad_dtype(parameter))
     else:
-        parameter.grad.add_(gradient.to(parameter.dtype))
+        parameter.grad.add_(gradient.to(_grad_dtype(parameter)))
