@@ -1,6 +1,6 @@
 """The operands besides those that are cast at each call, where they lie: of layers whose tensors are sharded over several
 ranks (Note [Tensor-parallel layers] in distributed/parallel.py), rows that experts have from other ranks, and weights
-whose copies outlive a call (Note [A weight that has not changed]).
+whose copies outlive a call (Note [A weight that has not changed]) or are what the program holds.
 
 # Note [Rows between ranks]
 Under expert parallelism rows are exchanged in front of the first layer of experts and behind the last one::
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from te_inductor import compat
 from te_inductor.distributed.parallel import Parallel, Ranks, gather, reduce, wait
-from te_inductor.ops.casts import Copy
+from te_inductor.ops.casts import Copy, transpose
 from te_inductor.ops.layers.parts import BoundOperand, Operand
 from te_inductor.recipes.constants import constant
 from te_inductor.runtime.definition import op_of
@@ -209,3 +209,26 @@ class _Copies(BoundOperand):
     def found(self, weights: Sequence[Tensor], columnwise: bool) -> list[tuple[Copy, Copy | None]]:
         kept, amax = (self.tensors[:-1], self.tensors[-1]) if self.two_level else (self.tensors, None)
         return [(Copy(kept[0], kept[1], amax), Copy(kept[2], kept[3], amax) if len(kept) > 2 else None)]
+
+
+@constant
+class HeldValues(Operand):
+    """The weight operand that the program holds in FP8, whose tensors are the values (N, K) and their scale, () or (N, 1)
+    in fp32: the layer's row copy. Of a scale for all, the column copy is the transpose; of one a row, it is cast from what
+    the program dequantized."""
+
+    def bound(self, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> BoundOperand:
+        data, scale_inv = tensors
+        return _HeldValues(data, scale_inv)
+
+
+@dataclass(frozen=True)
+class _HeldValues(BoundOperand):
+    data: Tensor
+    scale_inv: Tensor
+
+    def found(self, weights: Sequence[Tensor], columnwise: bool) -> list[tuple[Copy, Copy | None]]:
+        column = None
+        if columnwise and not self.scale_inv.dim():
+            column = Copy(transpose(self.data, self.data.shape[1]), self.scale_inv)
+        return [(Copy(self.data, self.scale_inv), column)]

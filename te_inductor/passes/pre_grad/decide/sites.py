@@ -26,6 +26,7 @@ from te_inductor.passes.pre_grad.decide import (
 from te_inductor.passes.pre_grad.decide.policy import Entry, Policy
 from te_inductor.passes.pre_grad.plan import Candidate, LoweredPlan, Plan, Precision, Unlowered
 from te_inductor.passes.pre_grad.sites import requirements
+from te_inductor.passes.pre_grad.sites.held import held_weight
 from te_inductor.passes.pre_grad.sites.part import OwnBackward
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.presentation.report import Unmet
@@ -70,6 +71,9 @@ def resolve_recipes(plan: Plan) -> None:
             candidate.precision = Precision(recipe, slots, by_policy or bool(form), moved=moved is not None, form=form)
             if slots is not None and slots.has_own_backward:
                 candidate.match = candidate.match.having(OwnBackward(slots))
+            if slots is not None and not isinstance(plan, LoweredPlan):
+                held = held_weight(candidate.match, recipe, slots, plan.writes)  # type: ignore[arg-type]
+                candidate.match = candidate.match if held is None else candidate.match.having(held)
     for site in plan.products.unlowered:
         names, sizes = site.place.names, site.product.sizes
         if not site.outside:
