@@ -66,8 +66,12 @@ clean: ## Remove .venv, caches and figures
 # A GPU machine keeps the torch it has, if that is one we support and it sees the GPU; any other gets the pinned one.
 USABLE_TORCH := import sys, torch; sys.exit(not torch.cuda.is_available() or torch.__version__ < (2, 11))
 
-# On a core that pip leaves idle. Otherwise each worker of pytest compiles all of it, at the same time.
-COMPILE_TORCH = $(BIN)/python -c "import torch._inductor.compile_fx, torch.distributed.fsdp" >/dev/null 2>&1
+# On a core that pip leaves idle. Otherwise each worker of pytest compiles all of it, at the same time, and the first that
+# compiles C++ its headers.
+COMPILE_TORCH = ( \
+	$(BIN)/python -c "import torch._inductor.compile_fx, torch.distributed.fsdp"; \
+	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=1 $(BIN)/python -m tests.hastened \
+) >/dev/null 2>&1
 
 $(BIN)/python:
 	@if $(PYTHON) -c "$(USABLE_TORCH)" 2>/dev/null; then \

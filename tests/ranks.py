@@ -16,7 +16,6 @@ Each case has a process group and warnings of its own. Graphs are not compiled (
 `--whole`. Where a rank fails the others are ended, as they may wait for it."""
 
 import contextlib
-import fcntl
 import functools
 import gc
 import hashlib
@@ -37,6 +36,7 @@ from typing import Any
 from unittest import mock
 
 from tests.forked import PROGRAMS, work
+from tests.support.once import made_once
 
 
 class Told:
@@ -63,17 +63,13 @@ def told_by(module: str, world: int, cases: str, *, timeout: int = 300) -> Any:
     """A fixture of a module of tests, which runs the cases once for all workers of a run of pytest."""
     import pytest  # not in each rank
 
+    def run(folder: Path) -> None:
+        (folder / "told.json").write_text(json.dumps(ranks(module, world, cases, timeout=timeout).of_ranks))
+
     @pytest.fixture(scope="module")
     def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
-        base = tmp_path_factory.getbasetemp()
-        if "PYTEST_XDIST_WORKER" in os.environ:
-            base = base.parent
-        kept = base / f"{hashlib.sha256(repr((module, world, cases)).encode()).hexdigest()[:16]}.json"
-        with kept.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not kept.exists():
-                kept.write_text(json.dumps(ranks(module, world, cases, timeout=timeout).of_ranks))
-        return Told(json.loads(kept.read_text()))
+        name = hashlib.sha256(repr((module, world, cases)).encode()).hexdigest()[:16]
+        return Told(json.loads((made_once(tmp_path_factory, name, run) / "told.json").read_text()))
 
     return told
 

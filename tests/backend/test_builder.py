@@ -14,9 +14,12 @@ from pathlib import Path
 from te_inductor.templates.cutlass import builder
 
 def build(linker, job):
-    start = time.monotonic()
+    start, path = time.monotonic(), Path(job["path"])
+    path.with_suffix(".begun").touch()
+    while len(list(path.parent.glob("*.begun"))) < 2:  # on a busy machine the second begins late
+        time.sleep(0.01)
     time.sleep(0.05)
-    Path(job["path"]).write_text(f"{start} {time.monotonic()}")
+    path.write_text(f"{start} {time.monotonic()}")
 
 builder.import_compiler, builder._run, builder.SIDE_BY_SIDE = (lambda: None), build, 2
 builder.main("ld")

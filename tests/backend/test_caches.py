@@ -18,6 +18,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 import te_inductor
 from te_inductor.errors import TEInductorError
 from tests.forked import ONE_THREAD, PROGRAMS, TORCH, Server
+from tests.support.once import made_once
 
 ROOT = Path(te_inductor.__file__).parents[1]
 
@@ -53,11 +54,16 @@ def copied(folder: Path, to: Path, caches: bool) -> Path:
 @pytest.fixture(scope="module")
 def first(tmp_path_factory) -> tuple[Path, dict]:
     """The caches and the account of the first process, which leaves the artifacts of its caches beside them."""
-    folder = tmp_path_factory.mktemp("caches")
-    headers = Path(cache_dir(), "precompiled_headers")  # which are no cache under test, and cost seven seconds
-    headers.mkdir(parents=True, exist_ok=True)
-    (folder / "precompiled_headers").symlink_to(headers)
-    return folder, run(folder, {"recipe": "current"}, ("save", str(folder / "artifacts")))
+
+    def make(folder: Path) -> None:
+        headers = Path(cache_dir(), "precompiled_headers")  # which are no cache under test, and cost seven seconds
+        headers.mkdir(parents=True, exist_ok=True)
+        (folder / "precompiled_headers").symlink_to(headers)
+        account = run(folder, {"recipe": "current"}, ("save", str(folder / "artifacts")))
+        (folder / "account.json").write_text(json.dumps(account))
+
+    folder = made_once(tmp_path_factory, "caches", make)
+    return folder, json.loads((folder / "account.json").read_text())
 
 
 def test_the_first_process_misses_and_none_bypasses(first):

@@ -1,7 +1,7 @@
 """Delayed scaling and backwards: several microbatches in flight, one backward twice, checkpoints that compute again."""
 
 import copy
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -91,24 +91,30 @@ WRAPS = {
 }
 
 
+@cache
+def of_plain_blocks() -> tuple[Blocks, list]:
+    """Blocks as they were before they trained, and their steps."""
+    plain = Blocks()
+    before = copy.deepcopy(plain)
+    return before, trained_steps(plain, te(plain))
+
+
 @pytest.mark.quick("full", "casts recomputed")
 @pytest.mark.parametrize("kind", WRAPS)
 def test_activation_checkpointing_changes_nothing(kind):
     """Bit for bit, state included: what the backward computes again it casts with the scales of the forward, and it
     records nothing twice."""
-    plain = Blocks()
+    plain, expected = of_plain_blocks()
     wrapped = copy.deepcopy(plain)
     wrapped.wrap = WRAPS[kind]
-    expected = trained_steps(plain, te(plain))
     torch._dynamo.reset()
     assert equal_steps(trained_steps(wrapped, te(wrapped)), expected)
 
 
 def test_compiled_autograd():
     """Step by step, state included, where torch captures each backward as a graph."""
-    plain = Blocks()
+    plain, expected = of_plain_blocks()
     other = copy.deepcopy(plain)
-    expected = trained_steps(plain, te(plain))
     torch._dynamo.reset()
     counters.clear()
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):

@@ -36,7 +36,7 @@ def started(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 def test_doctor_says_what_runs_and_that_nothing_is_broken():
-    done = started("doctor")
+    done = command("doctor")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = {line.split()[0]: line for line in done.stdout.splitlines() if line.strip()}
     for recipe in ("current", "delayed", "rowwise", "block", "mxfp8", "mxfp4", "nvfp4", "nvfp4_weight_only"):

@@ -17,6 +17,7 @@ import te_inductor  # noqa: E402
 from te_inductor.errors import StoredWeightError  # noqa: E402
 from te_inductor.ops.stored_weight import StoredWeight  # noqa: E402
 from tests.support import plain_loader  # noqa: E402
+from tests.support.once import made_once  # noqa: E402
 from tests.support.pretrained import llama, load, transformers  # noqa: E402
 
 EVEN = {"hidden_size": 128, "intermediate_size": 256}  # multiples of 128, but for k and v, which are one block
@@ -74,16 +75,18 @@ def values(model):
 @pytest.fixture(scope="module")
 def folders(request, tmp_path_factory):
     """The folder of each case of this run, and what a process without te_inductor has found there: one for all."""
-    root = tmp_path_factory.mktemp("standard")
     asked = [item.callspec.params["name"] for item in request.session.items if "folders" in item.fixturenames]
     names = list(dict.fromkeys(asked))
-    for name in names:
-        pretrained.make_savable(stored(name)).save_pretrained(root / name)
-    out = root / "found.pt"
-    program = [sys.executable, plain_loader.__file__, str(out), *(str(root / name) for name in names)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=600, cwd=root)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return {Path(folder).name: (Path(folder), found) for folder, found in torch.load(out).items()}
+
+    def make(root: Path) -> None:
+        for name in names:
+            pretrained.make_savable(stored(name)).save_pretrained(root / name)
+        program = [sys.executable, plain_loader.__file__, str(root / "found.pt"), *(str(root / name) for name in names)]
+        done = subprocess.run(program, capture_output=True, text=True, timeout=600, cwd=root)
+        assert done.returncode == 0, done.stderr[-4000:]
+
+    found = torch.load(made_once(tmp_path_factory, "standard", make) / "found.pt")
+    return {Path(folder).name: (Path(folder), one) for folder, one in found.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)

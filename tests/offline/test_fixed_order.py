@@ -68,6 +68,7 @@ def test_few_rows_are_cut_into_more_programs(sizes, tile):
     assert small.stages * (small.rows + small.block_n) * small.block_k < 100 << 10
 
 
+@pytest.mark.quick("block")
 @pytest.mark.parametrize("recipe", ["rowwise", "block"])
 def test_generated_code_sums_rows_alike(recipe):
     """The forward of a step that trains, and an evaluation of another number of rows: products are of one kernel, sums of
