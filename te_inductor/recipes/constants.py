@@ -40,7 +40,7 @@ class Constant(metaclass=ConstantMeta):  # type: ignore[metaclass]
 
     def key(self) -> tuple[Any, ...]:
         """What makes two constants equal, in nested tuples that Python compares without running any Python code."""
-        return type(self), *map(_comparable, self.fields)
+        return type(self), *[one if type(one) in _PLAIN else _comparable(one) for one in self.fields]
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Constant) and self.key() == other.key())
@@ -60,6 +60,9 @@ def constant(cls: type[T]) -> type[T]:
     made = dataclasses.dataclass(frozen=True, eq=False)(cls)
     register_constant(made)
     return made
+
+
+_PLAIN = frozenset((bool, int, float, str, type(None)))  # of which `_comparable` has nothing to ask
 
 
 def _comparable(value: object) -> object:

@@ -1,5 +1,6 @@
 """Compile caches across processes: an equal program hits both, an edited package or another recipe misses both."""
 
+import io
 import json
 import os
 import shutil
@@ -120,11 +121,11 @@ def test_keys_hold_each_source_and_table():
     """One byte of any of them makes another key."""
     from te_inductor.passes.graph import custom_pass
 
-    digest, read = custom_pass.package_hash.__wrapped__, Path.read_bytes
+    digest = custom_pass.package_hash.__wrapped__
     keys = {digest()}
     for edited in ("lowerings/casts/quantize.py", "templates/triton/grouped_mm.py"):
-        changed = lambda path, edited=edited: read(path) + b"#" * str(path).endswith(edited)  # noqa: E731
-        with mock.patch.object(Path, "read_bytes", changed):
+        changed = lambda path, _, edited=edited: io.BytesIO(Path(path).read_bytes() + b"#" * path.endswith(edited))  # noqa: E731
+        with mock.patch.object(custom_pass, "open", changed, create=True):
             keys.add(digest())
     assert len(keys) == 3
 

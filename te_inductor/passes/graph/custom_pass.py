@@ -47,5 +47,6 @@ def package_hash() -> str:
     files = [os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names]
     for path in sorted(path for path in files if path.endswith((".py", ".json"))):  # and tuned tables
         digest.update(path.removeprefix(root).encode())
-        digest.update(Path(path).read_bytes())
+        with open(path, "rb") as file:
+            digest.update(file.read())
     return digest.hexdigest()
