@@ -19,6 +19,7 @@ BLOCK_N = 128  # rows of the weight in a program
 # more, so many a microsecond.
 _TURN = {128: (1.2, 4.2), 160: (1.27, 4.6), 192: (1.34, 5.0), 256: (1.48, 5.8)}
 _SPLIT, _SUMMED = 1.0, 4e6
+SPLITS = 8  # at most
 
 
 @constant
@@ -26,7 +27,7 @@ class NVFP4PromptConfig(Constant):
     """How the work is cut."""
 
     rows: int  # of x in one program, of _TURN
-    splits: int  # programs that share the K of one tile
+    splits: int  # programs that share the K of one tile, of which some may have a turn more than others
 
     def __str__(self) -> str:
         return f"{self.rows} rows, {self.splits} splits"
@@ -35,12 +36,8 @@ class NVFP4PromptConfig(Constant):
 @functools.lru_cache(1024)  # also eager layers ask, at each call
 def configured(m: int, n: int, k: int, limits: Limits = sm90.LIMITS) -> NVFP4PromptConfig:
     """What should be fastest, K being a multiple of 256."""
-    configs = (
-        NVFP4PromptConfig(rows, splits)
-        for rows in _TURN
-        for splits in (1, 2, 4, 8)
-        if k % (nvfp4_linear.PROMPT_COLUMNS * splits) == 0
-    )
+    most = min(SPLITS, k // nvfp4_linear.PROMPT_COLUMNS)
+    configs = (NVFP4PromptConfig(rows, splits) for rows in _TURN for splits in range(1, most + 1))
     return min(configs, key=lambda config: microseconds(config, m, n, k, limits))
 
 
@@ -50,7 +47,8 @@ def microseconds(config: NVFP4PromptConfig, m: int, n: int, k: int, limits: Limi
     programs = -(-m // config.rows) * -(-n // BLOCK_N) * config.splits
     waves = -(-programs // limits.multiprocessors)
     sums = _SPLIT + (4 * config.splits + 6) * m * n / _SUMMED if config.splits > 1 else 0.0
-    return waves * (turn * k / (nvfp4_linear.PROMPT_COLUMNS * config.splits) + rest) + sums
+    turns = -(-k // (nvfp4_linear.PROMPT_COLUMNS * config.splits))
+    return waves * (turn * turns + rest) + sums
 
 
 def runs(target: Target) -> bool:

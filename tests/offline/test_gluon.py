@@ -144,7 +144,7 @@ def test_what_is_refused_goes_wrong(shares, stages):
 
 @pytest.mark.parametrize(
     ("rows", "splits", "sizes"),
-    [(128, 1, (131, 70, 768)), (192, 2, (190, 128, 2048)), (256, 1, (200, 130, 1536))],
+    [(128, 1, (131, 70, 768)), (192, 2, (190, 128, 2048)), (256, 1, (200, 130, 1536)), (128, 3, (70, 130, 1280))],
     ids=str,
 )
 def test_prompts(rows, splits, sizes):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from te_inductor.kernels import nvfp4_fp8 as prompts
 from te_inductor.kernels.nvfp4_fp8 import PROMPT_ROWS, NVFP4PromptConfig
 from te_inductor.kernels.nvfp4_linear import NVFP4Config, configured, streamed_memory, supports, table
 from te_inductor.numerics import nvfp4
@@ -271,10 +272,19 @@ def test_streamed_cubin(shape, kind, tmp_path):
     assert not re.search(r"(ld|st)\.global", ptx[: ptx.index("griddepcontrol.launch_dependents")])
 
 
+def test_parts_of_prompts():
+    """As many parts of K as fill the card, also where they differ by a block of columns."""
+    for m, n, k, rows, splits in (
+        (256, 2560, 9728, 256, 6), (128, 5120, 13824, 128, 3), (256, 4096, 14336, 256, 4), (256, 6144, 4096, 128, 1),
+        (100, 512, 256, 128, 1),
+    ):  # fmt: skip
+        assert prompts.configured(m, n, k) == NVFP4PromptConfig(rows, splits)
+
+
 @pytest.mark.quick("192-4096-14336-2", "128-70-256-1")
 @pytest.mark.parametrize(
     ("rows", "n", "k", "splits"),
-    [(256, 4096, 14336, 4), (192, 4096, 14336, 2), (160, 4096, 4096, 1), (128, 70, 256, 1)],
+    [(256, 4096, 14336, 4), (256, 2560, 9728, 6), (192, 4096, 14336, 2), (160, 4096, 4096, 1), (128, 70, 256, 1)],
     ids=str,
 )
 def test_fp8_cubin(rows, n, k, splits, tmp_path):

@@ -143,14 +143,14 @@ def _product(rows):
 
 @gluon.jit
 def _load_all(
-    x_desc, w_desc, s_desc, xs, ws, ss, x_bars, w_bars, m, n, first,
-    ROWS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, WEIGHT_STAGES: gl.constexpr,
+    x_desc, w_desc, s_desc, xs, ws, ss, x_bars, w_bars, m, n, first, turns,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, WEIGHT_STAGES: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: everything that the two warp groups multiply, as far ahead as there is room."""
     BOX: gl.constexpr = _box(ROWS)
     x_full, x_empty = x_bars
     w_full, w_empty = w_bars
-    for turn in range(TURNS):
+    for turn in range(turns):
         place = turn % WEIGHT_STAGES
         mbarrier.wait(w_empty.index(place), (turn // WEIGHT_STAGES & 1) ^ 1)
         mbarrier.expect(w_full.index(place), w_desc.block_type.nbytes + s_desc.block_type.nbytes)
@@ -168,7 +168,9 @@ def _load_all(
 
 
 @gluon.jit
-def _powers(block_scale, n, first, N: gl.constexpr, K: gl.constexpr, COLUMNS: gl.constexpr, POWERS: gl.constexpr):
+def _powers(
+    block_scale, n, first, turns, N: gl.constexpr, K: gl.constexpr, MOST: gl.constexpr, POWERS: gl.constexpr
+):  # fmt: skip
     """Finds, for each row of a warp group, the largest power of two that the largest block scale of its columns allows,
     as its bits. The quotient is never near a power of two, so that it does not matter how the division rounds."""
     row = n + gl.arange(0, GROUP, layout=gl.SliceLayout(1, POWERS))
@@ -176,8 +178,8 @@ def _powers(block_scale, n, first, N: gl.constexpr, K: gl.constexpr, COLUMNS: gl
     place = block_scale + gl.expand_dims(row.to(gl.int64) * (K // 64), 1) + first * (BLOCK_K // 64) + word
     odd = gl.zeros((GROUP, 16), gl.int32, layout=POWERS)
     even = odd
-    for k in gl.static_range(0, COLUMNS // 64, 16):
-        mask = gl.expand_dims(row < N, 1) & (word + k < COLUMNS // 64)
+    for k in gl.static_range(0, MOST * BLOCK_K // 64, 16):
+        mask = gl.expand_dims(row < N, 1) & (word + k < turns * (BLOCK_K // 64))
         scales = gl.load(place + k, mask=mask, other=0)
         odd, even = gl.inline_asm_elementwise(
             _LARGER, "=r,=r,r,r,r", [odd, even, scales], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
@@ -291,8 +293,8 @@ def _zeros(ROWS: gl.constexpr):
 
 @gluon.jit
 def _multiply_all(
-    x_scale, block_scale, tensor_scale, out, xs, ws, ss, rowwise, x_bars, w_bars, m, n, split, M,
-    WHO: gl.constexpr, N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, TURNS: gl.constexpr,
+    x_scale, block_scale, tensor_scale, out, xs, ws, ss, rowwise, x_bars, w_bars, m, n, split, first, turns, M,
+    WHO: gl.constexpr, N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, MOST: gl.constexpr,
     STAGES: gl.constexpr, WEIGHT_STAGES: gl.constexpr, UNITS: gl.constexpr, SCALES: gl.constexpr,
     POWERS: gl.constexpr,
 ):  # fmt: skip
@@ -302,7 +304,7 @@ def _multiply_all(
     row = m + gl.arange(0, ROOM, layout=gl.BlockedLayout([ROOM // 128], [32], [4], [0]))
     x_scales = gl.load(x_scale + row, mask=row < M, other=0.0)
     rowwise.index(WHO).store(gl.reshape(x_scales, (ROOM // 8, 4, 2)))
-    power = _powers(block_scale, n, split * TURNS, N, K, TURNS * BLOCK_K, POWERS)
+    power = _powers(block_scale, n, first, turns, N, K, MOST, POWERS)
     # 2**-e has the bits of 2**e, taken from twice the exponent of 1.
     factor = gl.load(tensor_scale) * (0x7F000000 - power).to(gl.float32, bitcast=True)
     factor = gl.reshape(factor, (GROUP // 2, 2))
@@ -311,7 +313,7 @@ def _multiply_all(
     power |= power >> 16  # bf16, in both halves
     power = gl.expand_dims(gl.convert_layout(power, gl.SliceLayout(1, s0.type.layout)), 1)
     w0 = _decoded(u0, s0, power)
-    for turn in range(TURNS - 1):
+    for turn in range(turns - 1):
         ys = _multiplied(ys, w0, xs, x_bars, 2 * turn, ROWS, STAGES)
         w1 = _decoded(u1, s1, power)
         ys = _multiplied(ys, w1, xs, x_bars, 2 * turn + 1, ROWS, STAGES)
@@ -321,9 +323,9 @@ def _multiply_all(
         w0 = _decoded(u0, s0, power)
         ys = _again(_waited(ys, 0))
         mbarrier.arrive(x_bars[1].index((2 * turn + 1) % STAGES))
-    ys = _multiplied(ys, w0, xs, x_bars, 2 * TURNS - 2, ROWS, STAGES)
+    ys = _multiplied(ys, w0, xs, x_bars, 2 * turns - 2, ROWS, STAGES)
     w1 = _decoded(u1, s1, power)
-    ys = _multiplied(ys, w1, xs, x_bars, 2 * TURNS - 1, ROWS, STAGES)
+    ys = _multiplied(ys, w1, xs, x_bars, 2 * turns - 1, ROWS, STAGES)
     ys = _waited(ys, 0)
     _store(ys[0], factor, rowwise.index(WHO), out, m, n, split, M, 0, N)
     if len(ys) > 1:
@@ -371,7 +373,13 @@ def _linear(
     m = gl.program_id(0) % tiles * ROWS
     split = gl.program_id(0) // tiles % SPLITS
     n = gl.program_id(0) // (tiles * SPLITS) * BLOCK_N
-    TURNS: gl.constexpr = K // (BLOCK_K * SPLITS)
+    BLOCKS: gl.constexpr = K // BLOCK_K
+    MOST: gl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
+    if BLOCKS % SPLITS == 0:
+        first, turns = split * MOST, MOST
+    else:  # some parts have a block more than others
+        first = split * BLOCKS // SPLITS
+        turns = (split + 1) * BLOCKS // SPLITS - first
     xs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROOM, HALF_K], x.layout)
     ws = gl.allocate_shared_memory(gl.int32, [WEIGHT_STAGES, BLOCK_N, BLOCK_K // 8], units.layout)
     ss = gl.allocate_shared_memory(gl.uint8, [WEIGHT_STAGES, BLOCK_N, BLOCK_K // 16], scales.layout)
@@ -382,15 +390,15 @@ def _linear(
     gl.warp_specialize(
         [
             (_multiply_all, (
-                x_scale, block_scale, tensor_scale, out, xs, ws, ss, rowwise, x_bars, w_bars, m, n, split, M,
-                0, N, K, ROWS, TURNS, STAGES, WEIGHT_STAGES, UNITS, SCALES, POWERS,
+                x_scale, block_scale, tensor_scale, out, xs, ws, ss, rowwise, x_bars, w_bars, m, n, split, first, turns,
+                M, 0, N, K, ROWS, MOST, STAGES, WEIGHT_STAGES, UNITS, SCALES, POWERS,
             )),
             (_multiply_all, (
-                x_scale, block_scale, tensor_scale, out, xs, ws, ss, rowwise, x_bars, w_bars, m, n, split, M,
-                1, N, K, ROWS, TURNS, STAGES, WEIGHT_STAGES, UNITS, SCALES, POWERS,
+                x_scale, block_scale, tensor_scale, out, xs, ws, ss, rowwise, x_bars, w_bars, m, n, split, first, turns,
+                M, 1, N, K, ROWS, MOST, STAGES, WEIGHT_STAGES, UNITS, SCALES, POWERS,
             )),
             (_load_all, (
-                x, units, scales, xs, ws, ss, x_bars, w_bars, m, n, split * TURNS, ROWS, TURNS, STAGES, WEIGHT_STAGES,
+                x, units, scales, xs, ws, ss, x_bars, w_bars, m, n, first, turns, ROWS, STAGES, WEIGHT_STAGES,
             )),
         ],
         [4, 1],
