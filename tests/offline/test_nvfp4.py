@@ -273,7 +273,7 @@ def test_streamed_cubin(shape, kind, tmp_path):
 
 
 def test_parts_of_prompts():
-    """As many parts of K as fill the card, also where they differ by a block of columns."""
+    """K is cut into as many parts as fill the card, also where they differ by a block of columns."""
     for m, n, k, rows, splits in (
         (256, 2560, 9728, 256, 6), (128, 5120, 13824, 128, 3), (256, 4096, 14336, 256, 4), (256, 6144, 4096, 128, 1),
         (100, 512, 256, 128, 1),

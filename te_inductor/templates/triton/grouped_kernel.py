@@ -249,11 +249,15 @@ def _store(y, n, result, OF_A: gl.constexpr, OF_B: gl.constexpr, ADD: gl.constex
     WIDE: gl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
     STORED: gl.constexpr = _stored(WIDE, COLUMNS)
     column = n + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, PRODUCT))
-    if OF_A != 2:
+    if OF_A == 0:
+        y *= gl.load(a_scale, mask=live, other=0.0)
+    if OF_A == 1:
         below = gl.arange(0, GROUP, layout=gl.SliceLayout(1, PRODUCT))
-        y *= gl.expand_dims(gl.load(a_scale + below * OF_A, mask=(below < rows) & live, other=0.0), 1)
-    if OF_B != 2:
-        y *= gl.expand_dims(gl.load(b_scale + column * OF_B, mask=(column < N) & live, other=0.0), 0)
+        y *= gl.expand_dims(gl.load(a_scale + below, mask=(below < rows) & live, other=0.0), 1)
+    if OF_B == 0:
+        y *= gl.load(b_scale, mask=live, other=0.0)
+    if OF_B == 1:
+        y *= gl.expand_dims(gl.load(b_scale + column, mask=(column < N) & live, other=0.0), 0)
     if bias is not None:
         of_group = bias + group.to(gl.int64) * N
         y += gl.expand_dims(gl.load(of_group + column, mask=(column < N) & live, other=0.0), 0).to(gl.float32)
