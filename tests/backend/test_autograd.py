@@ -403,8 +403,9 @@ def test_a_layer_for_the_gradient_alone(name, last):
     assert same(results(te(model, name), list(model.parameters()), x), expected)
 
 
+@pytest.mark.thorough  # test_delayed_backward.py has one in the quick round, state included
 @pytest.mark.traced
-@quick("delayed")
+@every_recipe
 def test_compiled_autograd(name):
     """A backward that torch captures as a graph of its own."""
 

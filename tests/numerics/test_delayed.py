@@ -173,6 +173,7 @@ def compiled():
         yield {op._opname: torch.compile(op, backend="te", fullgraph=True) for op in found}
 
 
+@pytest.mark.quick("torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_recorded_amaxes(dtype, compiled):
     for content, size in itertools.product(CONTENTS, SIZES):
