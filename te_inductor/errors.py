@@ -36,7 +36,8 @@ class MainGradError(TEInductorError, ValueError):
 
 
 class DeferredWgradError(TEInductorError, RuntimeError):
-    """An optimizer would miss weight gradients that wait for `backward_dw`, or `backward_dw` got a wrong argument."""
+    """An optimizer would miss weight gradients that wait for `backward_dw`, or `backward_dw` got a wrong argument, or
+    gradients that it would add to are gone."""
 
 
 class StoredWeightError(TEInductorError, RuntimeError):

@@ -122,6 +122,28 @@ def test_a_batch_that_is_thrown_away(by, set_to_none):
     pair.check()
 
 
+@pytest.mark.traced
+@pytest.mark.parametrize("behind", [0, 1])
+def test_gradients_that_are_set_to_none_by_hand(behind):
+    """An error in the place of a gradient of two batches, until zero_grad has thrown away what waits."""
+    model = mlp()
+    pair = Pair(model, "deferred")
+    pair.backward(*pair.forward())
+    model[2].bias.grad = None  # one of them
+    assert not any(product.look() for _, product in deferred_wgrads._waiting(None))
+    for p in model.parameters():
+        p.grad = None
+    for _ in range(behind):
+        pair.backward(*pair.forward())
+    with pytest.raises(DeferredWgradError, match=rf"2 of {2 + 2 * behind} weight gradients .* set to None"):
+        backward_dw(model)
+    model.zero_grad()
+    pair.twin.zero_grad()
+    pair.backward(*pair.forward())
+    assert backward_dw(model) == 2
+    pair.check()
+
+
 def test_gradients_are_thrown_away_in_a_graph():
     """Dynamo traces the module's own method."""
     layer = nn.Linear(4, 4)
@@ -134,6 +156,26 @@ def test_gradients_are_thrown_away_in_a_graph():
     layer.weight.grad = torch.ones(4, 4)
     throw(torch.ones(4))
     assert layer.weight.grad is None
+
+
+@pytest.mark.traced
+def test_a_whole_step_that_is_compiled():
+    """Dynamo gives the program's function up at its backward, and runs ours as they are behind that."""
+    model, twin = mlp(), mlp()
+    twin.load_state_dict(model.state_dict())
+
+    def step(run, x):
+        optimizer = torch.optim.SGD(run.parameters(), lr=0.1)
+        run(x).square().sum().backward()
+        backward_dw()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for run, wgrad in ((model, "deferred"), (twin, "grad")):
+        options = {"recipe": "current", "fallback": "error", "wgrad": wgrad}
+        for rows in (8, 16):
+            torch.compile(step, backend="te", options=options)(run, torch.ones(rows, 32))
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
 
 
 def chain(depth: int = 3) -> nn.Sequential:

@@ -15,7 +15,10 @@ changes, which keeps the op in the graph, and in its place among others.
 
 Who forgets the call has no gradients, and would not know. So while products wait, `step` of an optimizer that has one
 of their parameters is an error. `zero_grad`, of an optimizer or a module, throws its parameters' products away with the
-gradients of the same backwards; who sets `grad` to None by hand tells nobody."""
+gradients of the same backwards. Who sets `grad` to None by hand tells nobody, and a parameter whose gradient waits has had
+none before. So each product has witnesses, other parameters of its graph to which that backward has given gradients. Where
+all of these are gone before the next backward of the graph or `backward_dw`, that is an error: whether the program has no
+use for them, or has put them elsewhere, is not known."""
 
 import itertools
 import weakref
@@ -50,6 +53,16 @@ class WaitingProduct:
     alpha: Tensor | None  # (), of two-level scales
     gemm: Gemm
     starts: Tensor | None = None  # (E + 1,), where each group of columns begins, of experts
+    witnesses: list[TensorReference] = field(
+        default_factory=list
+    )  # other parameters that got gradients in that backward
+    is_alone: bool = False  # whether these gradients are gone
+
+    def look(self) -> bool:
+        """Whether the gradients of all witnesses are gone, or were when the next backward came."""
+        found = [witness.grad for ref in self.witnesses if (witness := ref()) is not None]
+        self.is_alone = self.is_alone or (bool(found) and not any(isinstance(one, Tensor) for one in found))
+        return self.is_alone
 
     def run(self) -> None:
         parameters = [parameter for ref in self.parameters if (parameter := ref()) is not None]
@@ -118,9 +131,12 @@ def defer_wgrad(
     *operands, starts, alpha = operands
     backward, refs = torch._C._current_graph_task_id(), [queue.parameter for queue in queues]
     product = WaitingProduct(next(_places), backward, refs, wanted, operands, alpha, gemm, starts)
+    for other in queues[0].products:
+        if other.backward != backward:
+            other.look()
     queues[0].products.append(product)
     if backward >= 0:
-        _running_of(backward).left.append((queues[0], product))
+        _running_of(backward).leave(queues[0], product)
     check_before_each(_refuse_step)
 
 
@@ -129,17 +145,33 @@ class _Running:
     it has left goes with it, as a program that goes on does so without gradients of it."""
 
     def __init__(self) -> None:
-        self.left: list[tuple[Queue, WaitingProduct]] = []
+        self.left: list[tuple[Queue, WaitingProduct, Any]] = []  # with the node of autograd's that left it
+        self.leaves: dict[Any, list[Tensor]] = {}  # the parameters that a node has gradients for
+
+    def leave(self, queue: Queue, product: WaitingProduct) -> None:
+        """Notes that the node of autograd's that runs leaves a product."""
+        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        if node not in self.leaves:
+            leaves = (getattr(one, "variable", None) for one, _ in node.next_functions) if node is not None else ()
+            self.leaves[node] = [one for one in leaves if isinstance(one, nn.Parameter)]
+        self.left.append((queue, product, node))
 
     def __call__(self) -> None:
-        self.left = []
+        given = {}
+        for node, leaves in self.leaves.items():
+            some = itertools.islice((one for one in leaves if one.grad is not None), _WITNESSES)
+            given[node] = [TensorReference(one) for one in some]
+        for _, product, node in self.left:
+            product.witnesses = given[node]
+        self.left, self.leaves = [], {}
 
     def __del__(self) -> None:
-        for queue, product in self.left:
+        for queue, product, _ in self.left:
             if product in queue.products:
                 queue.products.remove(product)
 
 
+_WITNESSES = 4  # of a product
 _running: "weakref.WeakValueDictionary[int, _Running]" = weakref.WeakValueDictionary()  # by torch's number
 
 
@@ -180,7 +212,6 @@ def _is_accumulated(parameter: Tensor | None) -> bool:
         return False
 
 
-@torch.no_grad()
 def backward_dw(model: nn.Module | None = None, *, backwards: int | None = None) -> int:
     """Run the weight gradients that ``options={"wgrad": "deferred"}`` left, oldest first, and add each to its
     parameter's `main_grad` where there is one, else to its `grad`. No hooks run here: those on the gradient ran in the
@@ -194,7 +225,7 @@ def backward_dw(model: nn.Module | None = None, *, backwards: int | None = None)
         How many GEMMs ran.
 
     Raises:
-        DeferredWgradError: an argument is something else.
+        DeferredWgradError: an argument is something else, or the other gradients of a backward are gone.
         MainGradError: a parameter's `main_grad` does not fit it.
     """
     if model is not None and not isinstance(model, nn.Module):
@@ -205,10 +236,20 @@ def backward_dw(model: nn.Module | None = None, *, backwards: int | None = None)
     if backwards is not None:
         oldest = list(dict.fromkeys(product.backward for _, product in chosen))[:backwards]
         chosen = [(queue, product) for queue, product in chosen if product.backward in oldest]
+    if alone := sum(product.look() for _, product in chosen):
+        raise DeferredWgradError(
+            f"{alone} of {len(chosen)} weight gradients that wait are of backwards whose other gradients, as those of"
+            " biases, the program has set to None since, expected these to be there; call te_inductor.backward_dw(model)"
+            " before that, or zero_grad() of the optimizer or the model, which throws away what waits too"
+        )
     for queue, product in chosen:
-        product.run()
+        with torch.no_grad():
+            product.run()
         queue.products.remove(product)
     return len(chosen)
+
+
+compat.never_compile(backward_dw, with_calls=True)  # a whole step may be compiled
 
 
 def _waiting(parameters: Iterable[Tensor] | None) -> list[tuple[Queue, WaitingProduct]]:
