@@ -5,6 +5,7 @@ import ast
 import pytest
 import torch
 
+import te_inductor
 from te_inductor.command.gemm_arms import GELU, SWIGLU
 from te_inductor.kernels import cutlass, fp8_small_m, nvfp4_linear
 from te_inductor.kernels.cutlass_tiles import Tile
@@ -207,6 +208,18 @@ def test_choices(place, monkeypatch):
         choice = select(problem(*asked, DEVICES[place]))
         assert choice.name == expected, (asked, DEVICES[place].name)
         assert (choice.kernel is not None) == (choice.family is cutlass.FAMILY)
+
+
+@pytest.mark.parametrize("held", [BF16, FP32])
+def test_gradients_of_weights_are_in_their_dtype(held, monkeypatch):
+    """Under autocast those of fp32 weights are in fp32, which CUTLASS's kernels write only where they add."""
+    monkeypatch.setattr("te_inductor.kernels.cutlass_packages.missing", lambda: None)
+    x = torch.zeros(8192, 4096, dtype=held, requires_grad=True)
+    with torch.autocast("cpu", BF16):
+        layer = torch.nn.Linear(4096, 4096, dtype=held)
+        sites = te_inductor.explain(layer, x, options={"recipe": "current"}, target="h200").sites
+    kernels = {site.gemm: site.kernel.partition(":")[0] for site in sites}
+    assert kernels == {"fprop": "cutlass", "dgrad": "cutlass", "wgrad": "cutlass" if held == BF16 else "cublaslt"}
 
 
 def test_every_problem_has_a_kernel_and_every_family_a_problem():

@@ -245,7 +245,7 @@ MUTATIONS = [
     # patterns, passes, diagnostics
     Mutation(
         "what reads a parameter besides its layer is forgotten",
-        "shared = {parameter for parameter, _ in other_readers(sites, bodies)}",
+        "shared = {parameter for parameter, _ in other_readers((site for site in plan.candidates if site.low), bodies)}",
         "shared = set()",
         ("tests/backend/test_weights_used_twice.py",),
     ),

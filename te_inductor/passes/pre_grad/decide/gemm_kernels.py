@@ -26,16 +26,17 @@ def choose(
 ) -> Choice:
     """What will run it."""
     constants: Gemm = getattr(slots, gemm)
-    y = value(match.node)
+    y, held = value(match.node), value(match.weight).dtype
     epilogue = Epilogue(gemm == "fprop" and match.bias is not None, OUTPUT if accumulates else NOTHING)
+    own = held if gemm == "wgrad" else y.dtype  # under autocast a gradient is in fp32 as its weight is
     problem = Problem(
         targets.of(y.device),
         _sizes(match, shapes),
         constants.transposed if turned else constants,
-        torch.float32 if accumulates else y.dtype,
+        torch.float32 if accumulates else own,
         epilogue,
         program,
-        held=value(match.weight).dtype,
+        held=held,
     )
     return select(problem)
 
