@@ -212,7 +212,7 @@ def test_choices(place, monkeypatch):
 
 @pytest.mark.parametrize("held", [BF16, FP32])
 def test_gradients_of_weights_are_in_their_dtype(held, monkeypatch):
-    """Under autocast those of fp32 weights are in fp32, which CUTLASS's kernels write only where they add."""
+    """Weights in fp32 have such gradients under autocast, too, and CUTLASS's kernels write fp32 only where they add."""
     monkeypatch.setattr("te_inductor.kernels.cutlass_packages.missing", lambda: None)
     x = torch.zeros(8192, 4096, dtype=held, requires_grad=True)
     with torch.autocast("cpu", BF16):
