@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from te_inductor.passes.pre_grad.sites import held
 from tests.support.main_grads import te
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
@@ -75,6 +76,20 @@ def test_others_are_cast(recipe, shape, element):
     found = te(layer, recipe=recipe, fallback="silent")(x)
     expected = te(Plain(), recipe=recipe, fallback="silent")(x, layer.dequantized(torch.float32))
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_scale_on_another_device_is_no_operand(device):
+    layer, found = Stored(()).to("meta"), []
+    layer.scale = torch.tensor(0.5, device=device)
+
+    def backend(gm, inputs):
+        [linear] = gm.graph.find_nodes(op="call_function", target=F.linear)
+        found.append(held._read(linear.args[1]))
+        return gm.forward
+
+    torch.compile(layer, backend=backend)(torch.empty(16, 32, device="meta"))
+    assert [one is None for one in found] == [device == "cpu"]
 
 
 def test_values_that_change():

@@ -81,7 +81,9 @@ def _read(weight: fx.Node) -> HeldWeight | None:
             return None
         [cast] = casts
         [scale] = [one for one in factors if one is not cast]
-        if requires_grad(scale) or not value(scale).is_floating_point():
+        number, held = value(scale), value(cast)
+        # A product reads a number that lies on the CPU, too; a GEMM does not.
+        if requires_grad(scale) or not number.is_floating_point() or number.device != held.device:
             return None
     return HeldWeight(cast.args[0], scale) if _is_held(cast) else None  # type: ignore[arg-type]
 
