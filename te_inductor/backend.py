@@ -397,6 +397,7 @@ _check_caches()
 te.reset = reset  # type: ignore[attr-defined]
 compat.before_export(lambda model: note_export(model, te))
 compat.let_threads_register("te")
+compat.let_gradients_differ("te_inductor")
 
 if torch.cuda.is_initialized():  # who asks for a backend will compile
     _start_workers()

@@ -249,6 +249,32 @@ def registers_a_backend_once() -> bool:
     return False
 
 
+def _beside_a_wide_gradient() -> nn.Parameter:
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    parameter.grad_dtype = torch.float32
+    parameter.grad = torch.ones(2)
+    return parameter
+
+
+def traces_no_other_dtype() -> bool:
+    """A parameter with a gradient of another dtype is in no graph; of another backend's, as ours has the patch."""
+    parameter = _beside_a_wide_gradient()
+    try:
+        torch.compile(lambda: parameter + 1, backend="eager", fullgraph=True)()
+    except torch._dynamo.exc.Unsupported:
+        return True
+    return False
+
+
+def fakes_no_other_dtype() -> bool:
+    """No fake tensor is made of such a parameter."""
+    try:
+        FakeTensorMode().from_tensor(_beside_a_wide_gradient())
+    except RuntimeError:
+        return True
+    return False
+
+
 def computes_again_outside_ddp() -> bool:
     """What a checkpoint with reentry calls again runs outside of the DistributedDataParallel that ran it."""
     seen = []
@@ -324,6 +350,8 @@ FAULTS: dict[str, Callable[[], bool]] = {
     "torch._guards._TLS.tracing_context": destroys_stacks,
     "torch.export._trace._export": exports_without_asking,
     "torch._dynamo.backends.registry._COMPILER_FNS": registers_a_backend_once,
+    "torch._dynamo.variables.builder.safe_grad": traces_no_other_dtype,
+    "torch._subclasses.meta_utils.safe_grad": fakes_no_other_dtype,
     "torch.utils.swap_tensors": refuses_references,
     "torch.utils.checkpoint.CheckpointFunction.forward": computes_again_outside_ddp,
     "torch.optim.Optimizer.zero_grad": lambda: has_no_hook(sys.modules["torch.optim.optimizer"]),

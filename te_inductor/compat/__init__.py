@@ -28,6 +28,7 @@ from te_inductor.compat.dynamo import (
     is_decomposed_by_export,
     is_of_a_module,
     is_translating,
+    let_gradients_differ,
     let_threads_register,
     method_call,
     never_compile,

@@ -121,6 +121,36 @@ def let_threads_register(name: str) -> None:
         table.setdefault(other, backend)
 
 
+def let_gradients_differ(package: str) -> None:
+    """Have Dynamo trace parameters whose gradient stands in another dtype, as `grad_dtype` has it, for the backends of a
+    package, as if they had none: it would break the graph, and tell nobody. A program that reads `grad` has it all the
+    same, as Dynamo asks the parameter."""
+    from torch._subclasses import meta_utils
+
+    theirs = meta_utils.safe_grad
+
+    @functools.wraps(theirs)
+    def safe_grad(tensor: Any) -> Any:
+        grad = theirs(tensor)
+        differs = grad is not None and grad.dtype != tensor.dtype
+        return None if differs and _compiles_for(package) else grad
+
+    patch("torch._dynamo.variables.builder.safe_grad", safe_grad)
+    patch("torch._subclasses.meta_utils.safe_grad", safe_grad)
+
+
+def _compiles_for(package: str) -> bool:
+    """Whether Dynamo translates a frame for a backend of a package."""
+    from torch._dynamo.eval_frame import innermost_backend
+
+    backend: Any = getattr(getattr(_translated(), "output", None), "compiler_fn", None)
+    if backend is None:
+        return False
+    backend = innermost_backend(backend)
+    of: str = getattr(getattr(backend, "compiler_fn", backend), "__module__", None) or ""
+    return of.partition(".")[0] == package
+
+
 def is_compiling() -> bool:
     """Whether Dynamo traces the code that asks, or this thread compiles or exports. Of torch.compiler.is_compiling()
     only the first is sure: 2.11 tells nothing of what a compile calls, later releases take another thread's for ours."""

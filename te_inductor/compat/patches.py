@@ -141,6 +141,18 @@ PATCHES = (
         "registration, so that of threads that ask for a backend at once all but one fail.",
     ),
     Patch(
+        "torch._dynamo.variables.builder.safe_grad",
+        FOR_GOOD,
+        "Dynamo breaks the graph, and tells nobody, at each parameter whose gradient stands in another dtype, as its "
+        "grad_dtype may have it.",
+    ),
+    Patch(
+        "torch._subclasses.meta_utils.safe_grad",
+        FOR_GOOD,
+        "A fake tensor is made of a parameter with its gradient, before it is told the grad_dtype that lets it have one of "
+        "another dtype.",
+    ),
+    Patch(
         "torch.utils.swap_tensors",
         FOR_GOOD,
         "torch refuses to swap the contents of tensor objects that anything refers to weakly, though references stay "

@@ -95,6 +95,28 @@ def test_set_and_changed_after_a_call():
     assert graphs == [1, 2, 2, 3, 3]
 
 
+def test_compiled_beside_gradients_in_that_dtype():
+    """What compiles between a backward and `zero_grad` is in low precision too, and adds to what is there; a program that
+    reads `grad` has it. Of these layers Dynamo breaks the graph for another backend, without a word."""
+    model = typed(mlp().bfloat16())
+    train(te(model), 8, 32)
+    once = [p.grad.clone() for p in model.parameters()]
+    torch._dynamo.reset()
+    train(te(model), 8, 32)
+    assert all(torch.equal(p.grad, 2 * grad) for p, grad in zip(model.parameters(), once, strict=True))
+    x = torch.randn(8, 32, dtype=torch.bfloat16)
+    assert all(site.kernel != "high_precision" for site in explain(model, x, options={"recipe": "current"}).sites)
+
+    def reads(x):
+        grad = model[0].weight.grad
+        return model(x).sum() * 0 + (5 if grad is None else grad.sum())
+
+    run, weight = te(reads, fallback="silent"), model[0].weight
+    for grad in (weight.grad, None, torch.ones_like(weight, dtype=torch.float32)):
+        weight.grad = grad
+        assert run(x).item() == reads(x).item()
+
+
 def test_some_of_the_layers_that_are_one_gemm():
     make, _, shape = MODELS["merged"]
     model = make().bfloat16()
