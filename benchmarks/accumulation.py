@@ -11,20 +11,19 @@ optimizer's. `weights` is how long the kernels of kept weights run a step; of th
 import argparse
 import gc
 import statistics
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import arms, harness, llama_blocks, table
-from benchmarks.llama_blocks import Shape
+from benchmarks.llama_blocks import WIDTHS, Shape
 
 
 def measure(recipe: str | None, weights: str, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
     """One arm; `recipe` None is bf16."""
     torch._dynamo.reset()
     gc.collect()
-    shape = Shape(args.layers, 1, tokens, args.dim, args.ffn, args.heads, args.kv_heads)
+    shape = Shape.of(args, batch=1, seq=tokens)
     model = llama_blocks.build(shape, torch.bfloat16, args.device)
     x, dy = llama_blocks.inputs(shape, torch.bfloat16, args.device)
     # The policy names all layers, or the size rule would leave small ones alone.
@@ -43,10 +42,8 @@ def measure(recipe: str | None, weights: str, tokens: int, args: argparse.Namesp
     for _ in range(args.warmup):
         step()
     found: dict[str, Any] = {"arm": "bf16" if recipe is None else f"te:{recipe}, {weights}", "tokens": tokens}
-    if args.device.startswith("cuda"):
-        torch.cuda.reset_peak_memory_stats()
+    found["peak_bytes"] = harness.peak_bytes(args.device, step)
     found["step_ms"] = statistics.median(harness.times_ms(step, args.device, args.iters, 1))
-    found["peak_bytes"] = torch.cuda.max_memory_allocated() if args.device.startswith("cuda") else None
     found["kernels"] = harness.kernels(step, args.device)
     for name, choose in (
         ("weights_us", lambda row: "kept_weights_" in row["name"]),
@@ -59,21 +56,13 @@ def measure(recipe: str | None, weights: str, tokens: int, args: argparse.Namesp
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, "accumulation", microbatches=4, layers=2, iters=10, warmup=3, **WIDTHS)
     parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 4096], help="of a microbatch")
-    parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=2)
-    for name in ("dim", "ffn", "heads", "kv_heads"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Shape, name))
     parser.add_argument("--recipes", nargs="+", default=["current", "block"])
     parser.add_argument(
         "--weights", nargs="+", default=["each_call", "once"], help="values of that option, an arm each"
     )
     parser.add_argument("--mode", help="torch.compile's, of every arm")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--iters", type=int, default=10)
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--json", type=Path, default=Path("out/accumulation.json"))
     args = parser.parse_args()
     environment, found = harness.environment(args.device), []
     for tokens in args.tokens:

@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import statistics
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -158,13 +157,10 @@ def measure(heads: Heads, backend: str, tokens: int, reference: list[Tensor] | N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, "attention", iters=5)
     parser.add_argument("--models", nargs="+", default=[name for name in MODELS if name != "tiny"], choices=MODELS)
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="of one sequence")
     parser.add_argument("--share", action="store_true", help="nothing is measured")
-    parser.add_argument("--iters", type=int, default=5)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, default=Path("out/attention.json"))
     args = parser.parse_args()
     shares = share(args.models, args.tokens)
     table.show(

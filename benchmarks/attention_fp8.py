@@ -16,7 +16,6 @@ import functools
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -294,14 +293,11 @@ def measure(tokens: int, kind: str, best: dict[str, str], args: argparse.Namespa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, "attention_fp8", device="cuda", iters=10)
     parser.add_argument("--tokens", nargs="+", type=int, default=[8192, 32768])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--heads", nargs=2, type=int, default=[32, 8], help="heads and KV heads")
     parser.add_argument("--exact", type=int, default=4, help="heads that are compared with float64")
-    parser.add_argument("--iters", type=int, default=10)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--json", type=Path, default=Path("out/attention_fp8.json"))
     args = parser.parse_args()
     environment, rows = harness.environment(args.device), []
     for tokens in args.tokens:

@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Iterator
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,7 +73,7 @@ def _timed(call: Any, args: argparse.Namespace, warmup: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, "batch_invariance")
     parser.add_argument("--recipe", default="rowwise")
     parser.add_argument("--batches", type=int, nargs="+", default=[16, 1], help="of decoding")
     parser.add_argument("--profile", type=int, default=0, help="so many kernels of each row")
@@ -90,8 +89,6 @@ def main() -> None:
     for name, size in (("tokens", 1024), ("keys", 2048), ("sequences", 4), ("iters", 10)):
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--seconds", type=float, default=600, help="behind which no row begins")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, default=Path("out/batch_invariance.json"))
     args = parser.parse_args()
     torch._dynamo.config.recompile_limit = 64
     sizes = args.words, args.width, args.hidden, args.heads, args.kv_heads, args.layers

@@ -15,7 +15,6 @@ other, each on a GPU. The arm "nudged" is "rowwise" from weights that differ in 
 "rowwise" is what a gap of losses has to be compared with.
 """
 
-import argparse
 import copy
 import functools
 import json
@@ -34,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks import harness
 from benchmarks.table import number, show
 from examples.corpus import Corpus, standard_library
 from examples.llama import Block, Llama, LlamaConfig
@@ -109,16 +109,11 @@ CASES = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--context", type=int, default=64)
-    parser.add_argument("--dim", type=int, default=128)
+    parser = harness.arguments(__doc__, device="cpu", steps=200, batch=4, context=64, dim=128)
     parser.add_argument("--wide", type=int, default=32, help="how many times as wide the timed model is")
     parser.add_argument("--tokens", type=int, help="of the timed step (default: of a step, or 16384 where it is wider)")
     parser.add_argument("--target", default="h100", help="the device of the expected times, such as h200")
     parser.add_argument("--budget", type=float, default=1.03)
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--models", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=ARMS)
     parser.add_argument("--folder", type=Path, default=Path("out/calibration"))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks import harness, llama_decoder, table
 
@@ -28,15 +28,12 @@ COLD = 160e6  # bytes of weights that a layer's calls rotate through
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, "decode", device="cuda", layers=32)
     parser.add_argument("--arms", nargs="*", default=list(ARMS))
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 16])
-    parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=100, help="steps that are timed; the median counts")
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 16, 64, 256, 4096], help="M of the layers alone")
-    parser.add_argument("--json", type=Path, default=Path("out/decode.json"))
     parser.add_argument("--plot", type=Path, default=Path("out/decode.png"))
-    parser.add_argument("--device", default="cuda")
     return parser.parse_args()
 
 
@@ -87,20 +84,9 @@ def generate(arm: str, batch: int, options: argparse.Namespace) -> dict[str, Any
     tokens = torch.randint(shape.vocabulary, (batch, 1), device=options.device)
     place = torch.full((1,), shape.context // 2, device=options.device)
     with torch.no_grad():
-        ms = step_ms(lambda: model(tokens, place), options)
+        step = harness.captured(lambda: model(tokens, place), options.device)
+        ms = statistics.median(harness.times_ms(step, options.device, options.tokens, 5))
     return {"arm": arm, "batch": batch, "ms": ms, "tokens_s": 1e3 * batch / ms, "bytes": held(model)}
-
-
-def step_ms(step: Callable[[], Tensor], options: argparse.Namespace) -> float:
-    if options.device == "cpu":
-        return statistics.median(harness.times_ms(step, "cpu", options.tokens, 1))
-    for _ in range(3):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return statistics.median(harness.times_ms(graph.replay, options.device, options.tokens, 5))
 
 
 def layer_us(arm: str, name: str, m: int, options: argparse.Namespace) -> float:

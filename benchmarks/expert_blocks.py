@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 
-from benchmarks.llama_blocks import rotate
+from benchmarks import llama_blocks
 
 
 @dataclass(frozen=True)
@@ -30,24 +30,12 @@ class ExpertShape:
     def tokens(self) -> int:
         return self.batch * self.seq
 
+    @property
+    def kv_dim(self) -> int:
+        return self.kv_heads * self.head_dim
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-class Attention(nn.Module):
-    def __init__(self, shape: ExpertShape) -> None:
-        super().__init__()
-        self.head_dim = shape.head_dim
-        self.q = nn.Linear(shape.dim, shape.heads * shape.head_dim, bias=False)
-        self.k = nn.Linear(shape.dim, shape.kv_heads * shape.head_dim, bias=False)
-        self.v = nn.Linear(shape.dim, shape.kv_heads * shape.head_dim, bias=False)
-        self.o = nn.Linear(shape.heads * shape.head_dim, shape.dim, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for linear in (self.q, self.k, self.v))
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.o(out.transpose(1, 2).flatten(2))
 
 
 class Experts(nn.Module):
@@ -101,7 +89,7 @@ class Block(nn.Module):
     def __init__(self, shape: ExpertShape, world: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.dim, eps=1e-6)
-        self.attention = Attention(shape)
+        self.attention = llama_blocks.Attention(shape)
         self.mlp_norm = nn.RMSNorm(shape.dim, eps=1e-6)
         self.experts = Experts(shape, world)
 
@@ -110,26 +98,12 @@ class Block(nn.Module):
         return x + self.experts(self.mlp_norm(x).flatten(0, 1)).view_as(x)
 
 
-class Blocks(nn.Module):
-    def __init__(self, shape: ExpertShape, world: int) -> None:
-        super().__init__()
-        self.shape = shape
-        self.blocks = nn.ModuleList(Block(shape, world) for _ in range(shape.layers))
-        frequencies = 1e6 ** -(torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
-        angles = torch.outer(torch.arange(shape.seq).float(), frequencies).repeat(1, 2)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:  # (batch, seq, dim)
-        for block in self.blocks:
-            x = block(x, self.cos, self.sin)
-        return x
-
-
-def build(shape: ExpertShape, dtype: torch.dtype, device: str, rank: int, world: int, seed: int = 0) -> Blocks:
+def build(
+    shape: ExpertShape, dtype: torch.dtype, device: str, rank: int, world: int, seed: int = 0
+) -> llama_blocks.Blocks:
     """The same model for any number of ranks: each rank draws all experts, and keeps its own."""
     with torch.device(device):
-        model = Blocks(shape, world)
+        model = llama_blocks.Blocks(shape, lambda shape: Block(shape, world), 1e6)
     model = model.to(device=device, dtype=dtype)
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():

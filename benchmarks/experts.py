@@ -176,19 +176,15 @@ def plot(path: Path, found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, tokens=16384, rounds=3, iters=5)
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=["mixtral", "qwen3"])
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
     parser.add_argument("--peers", nargs="*", choices=experts_peers.PEERS, default=list(experts_peers.PEERS))
-    parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--skew", type=float, default=0.0)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--iters", type=int, default=5)
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="list the N slowest kernels of each arm")
     parser.add_argument("--mode", help="torch.compile's mode, for bf16 and te")
     parser.add_argument("--forced", action="store_true", help="a policy that names every layer but the router")
     parser.add_argument("--saved", choices=("high_precision", "low_precision"), default="high_precision")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="a picture")
     args = parser.parse_args()

@@ -12,7 +12,6 @@ first, bit for bit."""
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -121,13 +120,10 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, "experts_casts", iters=20)
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=["Qwen3 gate, up", "Qwen3 down"])
     parser.add_argument("--groups", nargs="*", choices=GROUPS, default=[name for name in GROUPS if name != "tiny"])
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--iters", type=int, default=20)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, default=Path("out/experts_casts.json"))
     args = parser.parse_args()
     environment = harness.environment(args.device)
     with torch.no_grad():

@@ -13,7 +13,6 @@ import argparse
 import itertools
 import statistics
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,15 +88,12 @@ class Block(nn.Module):
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, "experts_decode", device="cuda", experts=128)
     parser.add_argument("--arms", nargs="*", default=list(ARMS))
     parser.add_argument("--forms", nargs="*", default=list(FORMS))
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 16])
     parser.add_argument("--layers", type=int, default=8, help="more than caches hold")
-    parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--steps", type=int, default=50, help="that are timed; the median counts")
-    parser.add_argument("--json", type=Path, default=Path("out/experts_decode.json"))
-    parser.add_argument("--device", default="cuda")
     return parser.parse_args()
 
 
@@ -129,16 +125,8 @@ def prepare(arm: str, model: nn.Module) -> dict[str, Any]:
 
 def graph_ms(step: Any, x: Tensor, options: argparse.Namespace) -> float:
     """The milliseconds of a CUDA graph, with another x in each replay."""
-    run, between = step, lambda: x.normal_()
-    if options.device != "cpu":
-        for _ in range(3):
-            step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        run = graph.replay
-    return statistics.median(harness.times_ms(run, options.device, options.steps, 3, between))
+    run = harness.captured(step, options.device)
+    return statistics.median(harness.times_ms(run, options.device, options.steps, 3, lambda: x.normal_()))
 
 
 def layer_ms(arm: str, form: str, batch: int, options: argparse.Namespace) -> float:

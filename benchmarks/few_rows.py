@@ -17,7 +17,6 @@ import time
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,15 +89,13 @@ COLUMNS = (
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, "few_rows", device=None, replays=9)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, *small_m.ROWS])
     parser.add_argument("--layers", nargs="+", default=[f"{n}x{k}" for n, k in LAYERS])
     parser.add_argument("--all", type=int, metavar="TOP", help="of all configs, so many are shown")
     parser.add_argument("--cast", action="store_true", help="FP8 counts with the cast of x")
-    parser.add_argument("--replays", type=int, default=9)
     parser.add_argument("--processes", type=int, default=14, help="that compile")
     parser.add_argument("--seconds", type=float, default=math.inf, help="what is not measured by then is left out")
-    parser.add_argument("--json", type=Path, default=Path("out/few_rows.json"))
     return parser.parse_args()
 
 

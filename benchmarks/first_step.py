@@ -14,18 +14,13 @@ leaves a profile of one more process of each arm in a folder (`python -m pstats 
 
 import argparse
 import cProfile
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from benchmarks import arms, fleet_models, harness, table
 
@@ -63,14 +58,13 @@ def started(
     name: str, arm: str, folder: Path, args: argparse.Namespace, profile: Path | None = None
 ) -> dict[str, float]:
     """The same, of a process that finds the caches in `folder`."""
-    command = [sys.executable, "-m", "benchmarks.first_step", "--child", "--models", name, "--arms", arm]
-    command += ["--layers", str(args.layers), "--tokens", str(args.tokens), "--device", args.device]
-    command += ["--profile", str(profile)] if profile else []
+    given = ["--child", "--models", name, "--arms", arm, "--layers", str(args.layers), "--tokens", str(args.tokens)]
+    given += ["--device", args.device, *(["--profile", str(profile)] if profile else [])]
     caches = {"TORCHINDUCTOR_CACHE_DIR": folder / "inductor", "PYTHONPYCACHEPREFIX": folder / "bytecode"}
-    environment = {**os.environ, **{key: str(value) for key, value in caches.items()}}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    run = subprocess.run(command, cwd=harness.ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
+    written = {key: str(value) for key, value in caches.items()}
+    found = harness.run_arm("benchmarks.first_step", given, PYTHONDONTWRITEBYTECODE="", **written)
+    if "failed" in found:
+        raise SystemExit(f"{name}: {arm} failed: {found['failed']}")
     return found
 
 
@@ -113,19 +107,15 @@ def show(name: str, found: dict[str, Any], environment: dict[str, Any], args: ar
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, "first_step", layers=2, tokens=8192)
     parser.add_argument("--models", nargs="+", default=["llama-3-8b"], choices=fleet_models.MODELS, metavar="MODEL")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), help="bf16, te:RECIPE, te:RECIPE!")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=3, help="processes of each arm with full caches")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--profile", type=Path, help="a folder")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path, default=Path("out/first_step.json"))
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(child(args)))
+        harness.write_json(args.json, child(args))
         return
     results: dict[str, Any] = {"environment": harness.environment(args.device), "models": {}}
     for name in args.models:

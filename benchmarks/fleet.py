@@ -250,23 +250,16 @@ def plot(path: Path, models: dict[str, Any], environment: dict[str, Any]) -> Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = harness.arguments(__doc__, "fleet", layers=2, tokens=8192, rounds=3, iters=8)
+    parser.allow_abbrev = False
     all_models = [name for name in MODELS if name != "tiny"]
     parser.add_argument("--models", nargs="+", default=all_models, choices=MODELS, metavar="MODEL")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), help="bf16, te:RECIPE, te:RECIPE!, torchao:RECIPE")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--real-vocabulary", action="store_true")
     parser.add_argument("--train", type=int, default=30, help="steps, for the loss")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--iters", type=int, default=8)
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="list the N slowest kernels of each arm")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--together", type=int, default=0, metavar="N", help="compile N models at once")
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)  # the folder by which --together gives a turn
-    parser.add_argument("--json", type=Path, default=Path("out/fleet.json"))
     parser.add_argument("--plot", type=Path, help="a picture")
     args = parser.parse_args()
     # All arms compile the same code, and none is given up for another.

@@ -9,7 +9,6 @@ power-limited card runs faster than it ever will in training.
 import argparse
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,14 +37,11 @@ SUSPECT_ERROR = 0.02
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, "gemm", iters=20)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="MxNxK")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3, help="arms take turns; the median round counts")
     parser.add_argument("--plot", action="store_true")
-    parser.add_argument("--json", type=Path, default=Path("out/gemm.json"))
     return parser.parse_args()
 
 

@@ -10,7 +10,6 @@ import argparse
 import functools
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,13 +37,11 @@ BLOCK = 128
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, "grouped_gemm", device=None, iters=7)
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
     parser.add_argument("--gemms", nargs="+", choices=GEMMS, default=list(GEMMS))
     parser.add_argument("--scopes", nargs="+", choices=SCOPES, default=list(SCOPES))
     parser.add_argument("--tune", action="store_true", help="each of several ways to cut the work")
-    parser.add_argument("--iters", type=int, default=7)
-    parser.add_argument("--json", type=Path, default=Path("out/grouped_gemm.json"))
     return parser.parse_args()
 
 

@@ -11,8 +11,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,17 +23,11 @@ ARMS = ("off", "warn", "heal")
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for field in fields(Shape):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = harness.arguments(__doc__, "guard", rounds=5, iters=32, **Shape().to_dict())
     parser.add_argument("--mode", help="torch.compile's mode")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--iters", type=int, default=32)
     parser.add_argument(
         "--warmup", type=int, default=20, help="steps: more than the 16 before each of which a guard looks"
     )
-    parser.add_argument("--json", type=Path, default=Path("out/guard.json"))
     return parser.parse_args()
 
 
@@ -70,7 +62,7 @@ def host_ms(step: Callable[[], None], device: str, iters: int) -> float:
 
 def main() -> None:
     args = parse()
-    shape = Shape(**{field.name: getattr(args, field.name) for field in fields(Shape)})
+    shape = Shape.of(args)
     made = {guard: step_of(guard, shape, args) for guard in ARMS}
     device: dict[str, list[float]] = {guard: [] for guard in ARMS}
     host: dict[str, list[float]] = {guard: [] for guard in ARMS}

@@ -1,7 +1,9 @@
-"""What the benchmarks share: timing, kernel profiles, one process an arm, facts about the machine, JSON."""
+"""What the benchmarks share: arguments, timing, kernel profiles, one process an arm, facts about the machine, JSON."""
 
+import argparse
 import importlib.util
 import json
+import os
 import platform
 import re
 import statistics
@@ -18,6 +20,22 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 CALLS = 32  # at least so many are timed at once
+HERE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def arguments(
+    text: str | None, name: str | None = None, device: str | None = HERE, **numbers: int
+) -> argparse.ArgumentParser:
+    """The parser of a benchmark whose module has this text, with what most of them take: `--json`, where the benchmark has
+    a name, `--device`, where it runs on others than CUDA, and whole numbers by their names."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if name is not None:
+        parser.add_argument("--json", type=Path, default=Path(f"out/{name}.json"))
+    if device is not None:
+        parser.add_argument("--device", default=device)
+    for number, default in numbers.items():
+        parser.add_argument(f"--{number.replace('_', '-')}", type=int, default=default)
+    return parser
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -80,6 +98,29 @@ def times_ms(
         end.record()
     torch.cuda.synchronize()
     return [start.elapsed_time(end) for start, end in events]
+
+
+def captured(step: Callable[[], Any], device: str, warmup: int = 3) -> Callable[[], Any]:
+    """A call that replays a step's CUDA graph, once the step has run a few times; elsewhere the step."""
+    if not device.startswith("cuda"):
+        return step
+    for _ in range(warmup):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def peak_bytes(device: str, step: Callable[[], Any]) -> int | None:
+    """The most memory that is allocated while a step runs; None where the device does not tell."""
+    if not device.startswith("cuda"):
+        step()
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return torch.cuda.max_memory_allocated()
 
 
 def call_us(calls: Sequence[Callable[[], Any]], device: str, replays: int, warmup: int = 3) -> float:
@@ -183,15 +224,18 @@ def relative_error(value: torch.Tensor, reference: torch.Tensor) -> dict[str, fl
     return {"relative": float(difference / norm), "cosine": float((value * reference).sum() / (norm * other))}
 
 
-def run_process(module: str, arguments: Sequence[str], env: dict[str, str]) -> str | None:
-    """Run `python -m module arguments` from the repository; None, or the end of what it wrote if it failed."""
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-    )  # fmt: skip
-    return (
-        None if done.returncode == 0 else "\n".join(done.stdout.strip().splitlines()[-12:]) or f"exit {done.returncode}"
-    )
+def run_arm(module: str, arguments: Sequence[str], **env: str) -> dict[str, Any]:
+    """What one arm finds, in a process of its own: `python -m module arguments --json FILE`, from the repository. If it
+    failed, the end of what it wrote, as "failed"."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "arm.json")
+        done = subprocess.run(
+            [sys.executable, "-m", module, *arguments, "--json", str(path)],
+            cwd=ROOT, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode == 0:
+            return json.loads(path.read_text())  # type: ignore[no-any-return]
+    return {"failed": "\n".join(done.stdout.strip().splitlines()[-12:]) or f"exit {done.returncode}"}
 
 
 def write_json(path: Path, data: Any) -> None:

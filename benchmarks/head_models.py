@@ -8,7 +8,6 @@ of ones, bf16 parameters, loss, backward and fused AdamW, as `benchmarks.masks` 
 `te:RECIPE:LOGITS`, which gives this backend the option `logits`."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,12 +49,9 @@ def measure(work: str, arm: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, "head_models", device="cuda", iters=5)
     parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument("--arms", nargs="+", default=list(ARMS))
-    parser.add_argument("--iters", type=int, default=5)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--json", type=Path, default=Path("out/head_models.json"))
     args = parser.parse_args()
     environment, rows = harness.environment(args.device), []
     for work in args.works:

@@ -100,15 +100,10 @@ def show(stats: pstats.Stats, title: str, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, "host", device="cuda", tokens=2048, iters=40, rounds=3)
     parser.add_argument("--works", nargs="+", choices=WORKS, default=["qwen3", "llama"])
     parser.add_argument("--recipes", nargs="+", default=["delayed"])
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--iters", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--functions", type=int, default=0, help="of a profile, which slows a step down")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--json", type=Path, default=Path("out/host.json"))
     args = parser.parse_args()
     environment, rows = harness.environment(args.device), []
     with torch.autograd.set_multithreading_enabled(False):

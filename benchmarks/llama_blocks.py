@@ -1,6 +1,8 @@
 """Llama-3-shaped transformer blocks as anyone would write them: plain `nn.Module`, nothing of te_inductor."""
 
-from dataclasses import asdict, dataclass
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -40,6 +42,14 @@ class Shape:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    @classmethod
+    def of(cls, args: argparse.Namespace, **sizes: int) -> "Shape":
+        """The shape that a command's arguments say, but for some sizes."""
+        return cls(**{one.name: sizes.get(one.name, getattr(args, one.name, one.default)) for one in fields(cls)})
+
+
+WIDTHS = {name: getattr(Shape, name) for name in ("dim", "ffn", "heads", "kv_heads")}
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
@@ -47,13 +57,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Any) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        self.q = nn.Linear(shape.dim, shape.dim, bias=False)
+        self.q = nn.Linear(shape.dim, shape.heads * shape.head_dim, bias=False)
         self.k = nn.Linear(shape.dim, shape.kv_dim, bias=False)
         self.v = nn.Linear(shape.dim, shape.kv_dim, bias=False)
-        self.o = nn.Linear(shape.dim, shape.dim, bias=False)
+        self.o = nn.Linear(shape.heads * shape.head_dim, shape.dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for linear in (self.q, self.k, self.v))
@@ -87,11 +97,11 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Any, block: Callable[[Any], nn.Module] = Block, base: float = 500000.0) -> None:
         super().__init__()
         self.shape = shape
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        frequencies = 500000.0 ** -(torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
+        self.blocks = nn.ModuleList(block(shape) for _ in range(shape.layers))
+        frequencies = base ** -(torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
         angles = torch.outer(torch.arange(shape.seq).float(), frequencies).repeat(1, 2)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)

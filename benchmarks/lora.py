@@ -11,14 +11,13 @@ adapters are from those of bf16, relative."""
 import argparse
 import gc
 import statistics
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks import harness, llama_blocks, table
-from benchmarks.llama_blocks import Shape
+from benchmarks.llama_blocks import WIDTHS, Shape
 
 
 class Adapted(nn.Module):
@@ -56,7 +55,7 @@ def measure(arm: str, tokens: int, args: argparse.Namespace) -> tuple[dict[str, 
     torch._dynamo.reset()
     gc.collect()
     kind, _, recipe = arm.partition(":")
-    shape = Shape(args.layers, 1, tokens, args.dim, args.ffn, args.heads, args.kv_heads)
+    shape = Shape.of(args, batch=1, seq=tokens)
     model = llama_blocks.build(shape, torch.bfloat16, args.device)
     if kind == "stored":
         import te_inductor
@@ -77,11 +76,8 @@ def measure(arm: str, tokens: int, args: argparse.Namespace) -> tuple[dict[str, 
 
     for _ in range(args.warmup):
         step()
-    cuda = args.device.startswith("cuda")
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
+    peak = harness.peak_bytes(args.device, step)
     times = harness.times_ms(step, args.device, args.iters, 1)
-    peak = torch.cuda.max_memory_allocated() if cuda else None
     gradients = [weight.grad.float().cpu() for weight in trained if weight.grad is not None]
     return {"arm": arm, "tokens": tokens, "step_ms": statistics.median(times), "peak_bytes": peak}, gradients
 
@@ -92,18 +88,10 @@ def off(gradients: list[Tensor], reference: list[Tensor]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, "lora", layers=4, rank=16, iters=20, warmup=3, **WIDTHS)
     arms = ["bf16", "cast:current", "stored:current", "stored:rowwise"]
     parser.add_argument("--arms", nargs="+", default=arms)
     parser.add_argument("--tokens", nargs="+", type=int, default=[2048])
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rank", type=int, default=16)
-    for name in ("dim", "ffn", "heads", "kv_heads"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Shape, name))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--iters", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--json", type=Path, default=Path("out/lora.json"))
     args = parser.parse_args()
     environment, found = harness.environment(args.device), []
     for tokens in args.tokens:

@@ -16,7 +16,6 @@ import argparse
 import gc
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -170,15 +169,12 @@ def show(rows: list[dict[str, Any]], environment: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, "masks", device="cuda", iters=5)
     works = [work for work in WORKS if work not in BIASED]
     parser.add_argument("--works", nargs="+", choices=WORKS, default=works)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), help="bf16, bf16:is_causal, te:RECIPE")
-    parser.add_argument("--iters", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=480, help="in which no more is begun than fits")
-    parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="one layer of few elements, to see that it runs")
-    parser.add_argument("--json", type=Path, default=Path("out/masks.json"))
     parser.add_argument("--bias-queries", type=int, help="from how many on FlexAttention is taken for a bias")
     args = parser.parse_args()
     if args.bias_queries is not None:

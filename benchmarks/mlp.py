@@ -6,9 +6,7 @@ cast.
 Weights are cast once. Arms: `bf16` (torch.compile); `apart`, a GEMM and a kernel; `whole`, where the table has the GEMM
 do both. Each is one CUDA graph, arms take turns, the median round counts."""
 
-import argparse
 import statistics
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -83,12 +81,9 @@ def measure(tokens: int, dim: int, rounds: int, iters: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, "mlp", device=None, rounds=7, iters=10)
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--dims", nargs="+", type=int, default=list(DIMS))
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--iters", type=int, default=10)
-    parser.add_argument("--json", type=Path, default=Path("out/mlp.json"))
     args = parser.parse_args()
     environment, rows = harness.environment("cuda"), []
     for tokens, dim in ((tokens, dim) for dim in args.dims for tokens in args.tokens):

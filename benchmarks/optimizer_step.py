@@ -14,7 +14,6 @@ import argparse
 import gc
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,27 +59,19 @@ def measure(arm: str, args: argparse.Namespace, shape: Shape, dtype: torch.dtype
     size = sum(one.numel() * one.element_size() for one in given)
     step = stepped(arm, given, args.device)
     step()  # makes the moments
-    cuda = args.device.startswith("cuda")
-    before = torch.cuda.memory_allocated() if cuda else 0
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if args.device.startswith("cuda") else 0
+    peak = harness.peak_bytes(args.device, step)
     times = harness.times_ms(step, args.device, args.iters, 3)
-    beside = torch.cuda.max_memory_allocated() - before if cuda else None
+    beside = None if peak is None else peak - before
     moved = MOVED * size
     return {"arm": arm, "step_ms": times, "ms": statistics.median(times), "bytes": moved, "beside_bytes": beside}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, "optimizer_step", layers=4, dim=Shape.dim, ffn=Shape.ffn, iters=10)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--dim", type=int, default=Shape.dim)
-    parser.add_argument("--ffn", type=int, default=Shape.ffn)
     parser.add_argument("--words", type=int, default=128256, help="of the vocabulary")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    parser.add_argument("--iters", type=int, default=10)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, default=Path("out/optimizer_step.json"))
     args = parser.parse_args()
     shape, dtype = Shape(layers=args.layers, dim=args.dim, ffn=args.ffn), getattr(torch, args.dtype)
     rate = copy_rate(args.device, COPIED if args.device.startswith("cuda") else 2**24)

@@ -18,7 +18,6 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -207,15 +206,12 @@ def show(shape: str, rows: list[dict[str, Any]], title: str, top: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, "output_layer", iters=5)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="tokens x width x vocabulary: MxKxN")
     parser.add_argument("--arms", nargs="+", default=list(ARMS))
     parser.add_argument("--options", type=json.loads, default={}, help="options for te, as JSON")
     parser.add_argument("--rounds", type=int, default=3, help="arms take turns")
-    parser.add_argument("--iters", type=int, default=5)
     parser.add_argument("--kernels", type=int, default=0, metavar="N", help="list the N slowest kernels of each arm")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, default=Path("out/output_layer.json"))
     args = parser.parse_args()
     unknown = [arm for arm in args.arms if arm.partition(":")[0] not in PEERS]
     if unknown:

@@ -10,7 +10,6 @@ Kernel times are summed: one layer alone is bound by the host, whatever its size
 import argparse
 import functools
 import math
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -71,12 +70,8 @@ def measure(shape: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, "padding", iters=10, warmup=5)
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="MxNxK")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--iters", type=int, default=10)
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--json", type=Path, default=Path("out/padding.json"))
     args = parser.parse_args()
     rows = [measure(shape, args) for shape in args.shapes]
     environment = harness.environment(args.device)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import fleet_models
+from benchmarks import fleet_models, harness
 from benchmarks.fleet_models import MODELS, SMALL_VOCABULARY
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -67,15 +67,11 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, device="cuda", layers=8, tokens=8192, together=1)
     every = [name for name in MODELS if name != "tiny"]
     parser.add_argument("--models", nargs="+", choices=MODELS, default=every, metavar="MODEL", help=", ".join(MODELS))
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--recipe", default="delayed")
     parser.add_argument("--count", type=int, default=3, help="tensors of a model")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--together", type=int, default=1)
     parser.add_argument("--one", choices=MODELS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.one is not None:

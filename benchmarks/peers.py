@@ -14,13 +14,9 @@ of all arms. Layers of TransformerEngine have weights of their own, and no error
 when it has run, so that a run that is cut off leaves what it has measured."""
 
 import argparse
-import json
-import os
 import statistics
-import tempfile
 from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -127,10 +123,8 @@ def run_arm(args: argparse.Namespace) -> None:
     times = harness.times_ms(step, args.device, args.iters, args.warmup)
     found["ms"] = statistics.median(times)
     without_gradients(model, x)
-    if args.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    peak = harness.peak_bytes(args.device, step)
+    found |= {} if peak is None else {"peak_gib": peak / 2**30}
     if args.errors and not args.arm.startswith("te_module"):
         low = results(forward, model, x, dy)
         expected = oracle(work, tokens, args)
@@ -148,18 +142,13 @@ def measure(work: str, tokens: int, args: argparse.Namespace) -> dict[str, dict[
     rows: dict[str, list[dict[str, Any]]] = {arm: [] for arm in chosen if missing(arm) is None}
     for place in range(args.rounds):
         for arm, found in rows.items():
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder, "found.json")
-                given = ["--arm", arm, "--works", work, "--tokens", str(tokens), "--device", args.device]
-                given += ["--iters", str(args.iters), "--warmup", str(args.warmup), "--json", str(path)]
-                given += ["--errors"] if place == 0 else []
-                failed = harness.run_process("benchmarks.peers", given, dict(os.environ))
-                one = {"failed": failed} if failed is not None else json.loads(path.read_text())
+            given = ["--arm", arm, "--works", work, "--tokens", str(tokens), "--device", args.device]
+            given += ["--iters", str(args.iters), "--warmup", str(args.warmup)]
+            given += ["--errors"] if place == 0 else []
+            one = harness.run_arm("benchmarks.peers", given)
             found.append(one)
-            print(
-                f"{work}, {tokens} tokens: {one if failed is None else {'arm': arm, 'failed': _reason(failed)}}",
-                flush=True,
-            )
+            told = {"arm": arm, "failed": _reason(one["failed"])} if "failed" in one else one
+            print(f"{work}, {tokens} tokens: {told}", flush=True)
             harness.write_json(args.json.with_suffix(".part.json"), rows)
     merged = {}
     for arm, found in rows.items():
@@ -196,15 +185,11 @@ def show(work: str, tokens: int, rows: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, "peers", device="cuda", rounds=1, iters=20)
     parser.add_argument("--works", nargs="+", choices=WORKS, default=["llama", "mixtral", "qwen3"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[8192, 16384])
     parser.add_argument("--arms", nargs="+", help=f"of {', '.join(dict.fromkeys((*DENSE, *GROUPED)))}")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=15, help="steps before: the card's clock settles within ten")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--json", type=Path, default=Path("out/peers.json"))
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     parser.add_argument("--errors", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

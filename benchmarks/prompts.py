@@ -9,7 +9,6 @@ pass."""
 
 import argparse
 import statistics
-from pathlib import Path
 
 import torch
 
@@ -17,13 +16,9 @@ from benchmarks import decode, harness, llama_blocks, table
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, "prompts", device="cuda", layers=2, iters=20)
     parser.add_argument("--arms", nargs="+", default=["bf16", "te:nvfp4_weight_only", "te:rowwise"])
     parser.add_argument("--rows", nargs="+", type=int, default=[128, 256, 320, 384, 512, 1024, 4096], help="tokens")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--iters", type=int, default=20)
-    parser.add_argument("--json", type=Path, default=Path("out/prompts.json"))
-    parser.add_argument("--device", default="cuda")
     return parser.parse_args()
 
 

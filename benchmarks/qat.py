@@ -146,8 +146,7 @@ def measured(args: argparse.Namespace, corpus: Corpus, say: Callable[[str, float
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = harness.arguments(__doc__, "qat", seed=0)
     for name, meaning in {
         "pretrain": "steps in bf16 that both arms go on from",
         "steps": "of each arm",
@@ -161,9 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, default=1e-3, help="of pretraining")
     parser.add_argument("--tune-rate", type=float, default=3e-4, help="of both arms")
     parser.add_argument("--prefill", choices=("fp8", "exact"), default="fp8", help="NVFP4WeightOnly's")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=200, help="that a run takes at most, about")
-    parser.add_argument("--json", type=Path, default=Path("out/qat.json"))
     args = parser.parse_args(argv)
     for name, default in SIZES["cuda" if args.device.startswith("cuda") else "cpu"].items():
         if getattr(args, name) is None:

@@ -16,7 +16,6 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,15 +75,12 @@ WAYS = {
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, "quantize", iters=50)
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="ROWSxCOLUMNS")
     parser.add_argument("--producers", nargs="+", choices=PRODUCERS, default=list(PRODUCERS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--element", choices=("e4m3", "e5m2"), default="e4m3")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--iters", type=int, default=50)
     parser.add_argument("--plot", action="store_true")
-    parser.add_argument("--json", type=Path, default=Path("out/quantize.json"))
     return parser.parse_args()
 
 

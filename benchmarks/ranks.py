@@ -141,7 +141,7 @@ def _cells(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, "ranks", device=None, iters=20, warmup=8)
     parser.add_argument("--work", nargs="+", default=["fsdp"], choices=WORKS)
     parser.add_argument("--arms", nargs="+", help="NAME or NAME:RECIPE; default: the work's")
     parser.add_argument("--model", default="blocks", choices=[name for name in MODELS if name != "tiny"])
@@ -155,12 +155,9 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--async-tp", action="store_true", help="Inductor's _micro_pipeline_tp")
     parser.add_argument("--steps", type=int, default=0, help="of training, for losses")
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="list the N slowest kernels of each arm")
-    parser.add_argument("--iters", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=8)
     parser.add_argument("--patience", type=float, default=45.0, help="seconds of one phase until threads are shown")
     parser.add_argument("--tiny", action="store_true", help="small blocks on the CPU")
     parser.add_argument("--predict", action="store_true", help="what to expect of H100s, by bytes and rates")
-    parser.add_argument("--json", type=Path, default=Path("out/ranks.json"))
     args = parser.parse_args(given)
     args.device = "cpu" if args.tiny else "cuda"
     if args.tiny:

@@ -13,7 +13,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,17 +79,13 @@ def measured(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, "rollouts", device="cuda", prompts=64, rounds=5)
     parser.add_argument("--shape", choices=SHAPES, default="1.7b")
     parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--words", type=int, default=151936, help="of the vocabulary")
-    parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=256, help="tokens of each")
     parser.add_argument("--answer", type=int, default=128, help="tokens sampled for each")
     parser.add_argument("--recipes", nargs="*", default=RECIPES)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--json", type=Path, default=Path("out/rollouts.json"))
     args = parser.parse_args()
     torch._dynamo.config.recompile_limit = 64
     environment, found = harness.environment(args.device), measured(args)

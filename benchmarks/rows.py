@@ -10,7 +10,6 @@ more."""
 
 import argparse
 import functools
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,13 +65,10 @@ def _apply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, "rows", replays=7)
     parser.add_argument("--models", nargs="+", default=["llama-3-8b", "opt-6.7b", "qwen3-4b"], choices=MODELS)
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64, 256])
     parser.add_argument("--arms", nargs="+", default=["rowwise", "nvfp4_weight_only"], choices=ARMS)
-    parser.add_argument("--replays", type=int, default=7)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, default=Path("out/rows.json"))
     args = parser.parse_args()
     environment, found = harness.environment(args.device), []
     asked: dict[tuple[int, int], list[str]] = {}

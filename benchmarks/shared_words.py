@@ -7,7 +7,6 @@ A shape is tokens x width x vocabulary, of all ranks. An arm is `bf16`, torch.co
 `te:RECIPE`; arms run in turn. The peak counts what a step of the first rank holds beside x, its weight and the
 labels."""
 
-import argparse
 import os
 import statistics
 from collections.abc import Sequence
@@ -47,24 +46,19 @@ def figures(arm: str, x: Tensor, weight: nn.Parameter, labels: Tensor, mesh: Any
 
     for _ in range(3):  # the first two steps of `delayed` are not those that follow
         loss = step()
-    before, cuda = 0, x.is_cuda
-    if cuda:
-        x.grad = parameter.grad = None
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        step()
-    peak = torch.cuda.max_memory_allocated() - before if cuda else None
+    x.grad = parameter.grad = None
+    before = torch.cuda.memory_allocated() if x.is_cuda else 0
+    most = harness.peak_bytes(x.device.type, step)
+    peak = None if most is None else most - before
     dist.barrier()
     times = harness.times_ms(step, x.device.type, rounds, 2)
     return {"arm": arm, "ms": statistics.median(times), "peak": peak, "loss": loss.full_tensor().item()}
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, device="cuda", rounds=20)
     parser.add_argument("--shape", default="8192x4096x128256")
     parser.add_argument("--arms", nargs="+", default=ARMS)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--device", default="cuda")
     args = parser.parse_args(given)
     rank = int(os.environ["LOCAL_RANK"])
     place = args.device if args.device == "cpu" else f"cuda:{rank}"

@@ -14,8 +14,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,11 +30,8 @@ SUSPECT = 0.025
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for field in fields(Shape):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
+    parser = harness.arguments(__doc__, "train_step", rounds=1, iters=20, **Shape().to_dict())
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--arms", nargs="+", help="bf16, te:RECIPE, torchao:RECIPE, te_module:RECIPE")
     parser.add_argument("--recipes", nargs="+", default=["current"], help="te recipes, where --arms is not given")
     parser.add_argument("--options", type=json.loads, default={}, help="options for te, as JSON")
@@ -44,24 +39,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--budget", type=float, default=1.0, help="torch's activation memory budget, of every compiled arm"
     )
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=15, help="steps before: the card's clock settles within ten")
     parser.add_argument("--kernels", action="store_true", help="profile each arm's kernels, in its first round")
     parser.add_argument("--top", type=int, default=20, help="how many kernels to list")
     parser.add_argument("--plot", action="store_true", help="a bar chart beside the JSON")
-    parser.add_argument("--json", type=Path, default=Path("out/train_step.json"))
     parser.add_argument("--arm", help="run this one arm, here, and write its numbers; what the rounds call")
     return parser.parse_args()
 
 
-def shape_of(args: argparse.Namespace) -> Shape:
-    return Shape(**{field.name: getattr(args, field.name) for field in fields(Shape)})
-
-
 def run_arm(args: argparse.Namespace) -> dict[str, Any]:
     """Every number of one arm, in this process."""
-    shape, device, dtype = shape_of(args), args.device, getattr(torch, args.dtype)
+    shape, device, dtype = Shape.of(args), args.device, getattr(torch, args.dtype)
     functorch.activation_memory_budget = args.budget
     arm, detail = arms.find(args.arm)
     model = llama_blocks.build(shape, dtype, device)
@@ -145,11 +133,7 @@ def memory(
         step()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    for _ in range(3):
-        step()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
+    peak = harness.peak_bytes(device, lambda: harness.times_ms(step, device, 3, 0))
     zero_grad(model, x)
     before = torch.cuda.memory_allocated()
     out = forward(x)
@@ -159,45 +143,38 @@ def memory(
 
 def run_rounds(args: argparse.Namespace) -> dict[str, Any]:
     """Every arm in every round; written down after each run, so that an interrupted benchmark keeps what it has."""
+    shape = Shape.of(args)
     names = args.arms or ["bf16", *(f"te:{recipe}" for recipe in args.recipes), *PEERS]
     results: dict[str, Any] = {
         "environment": harness.environment(args.device),
-        "shape": shape_of(args).to_dict(),
+        "shape": shape.to_dict(),
         "options": {
             key: getattr(args, key) for key in ("dtype", "options", "mode", "budget", "iters", "warmup", "rounds")
         },
-        "floor_ms": {name: floor.floor_ms(shape_of(args), floor.kind_of(name)) for name in names},
+        "floor_ms": {name: floor.floor_ms(shape, floor.kind_of(name)) for name in names},
         "runs": {name: [] for name in names},
         "failed": {name: f"{package} is not importable" for name in names if (package := arms.missing(name))},
     }
     with tempfile.TemporaryDirectory() as folder:
         for round_ in range(args.rounds):
-            for name in names:
+            for name in (name for name in names if name not in results["failed"]):
                 # An empty cache for each arm, so that the first round's compile time is one; later rounds reuse it.
-                env = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{name.replace(':', '-')}", **os.environ}
-                if name not in results["failed"]:
-                    _run(name, round_, args, Path(folder) / "arm.json", env, results)
-                    harness.write_json(args.json, results)
+                cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{folder}/{name.replace(':', '-')}")
+                given = [*_arguments(args, round_), "--arm", name]
+                run = harness.run_arm("benchmarks.train_step", given, TORCHINDUCTOR_CACHE_DIR=cache)
+                if "failed" in run:
+                    results["failed"][name] = run["failed"]
+                else:
+                    results["runs"][name].append(run)
+                told = "failed" if "failed" in run else f"{step_report.median(run['step_ms']):.2f} ms"
+                print(f"round {round_ + 1}/{args.rounds}  {name}: {told}", flush=True)
+                harness.write_json(args.json, results)
     return results
 
 
-def _run(
-    name: str, round_: int, args: argparse.Namespace, path: Path, env: dict[str, str], results: dict[str, Any]
-) -> None:
-    arguments = [*_arguments(args, round_), "--arm", name, "--json", str(path)]
-    failure = harness.run_process("benchmarks.train_step", arguments, env)
-    if failure is not None:
-        results["failed"][name] = failure
-        print(f"round {round_ + 1}/{args.rounds}  {name}: failed", flush=True)
-        return
-    run = json.loads(path.read_text())
-    results["runs"][name].append(run)
-    print(f"round {round_ + 1}/{args.rounds}  {name}: {step_report.median(run['step_ms']):.2f} ms", flush=True)
-
-
 def _arguments(args: argparse.Namespace, round_: int) -> list[str]:
-    given = [f"--{field.name.replace('_', '-')}={getattr(args, field.name)}" for field in fields(Shape)]
-    given += [f"--{name}={getattr(args, name)}" for name in ("dtype", "device", "budget", "iters", "warmup")]
+    names = (*Shape().to_dict(), "dtype", "device", "budget", "iters", "warmup")
+    given = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
     given += [f"--options={json.dumps(args.options)}", *([f"--mode={args.mode}"] if args.mode else [])]
     return given + (["--kernels"] if args.kernels and round_ == 0 else [])
 

@@ -11,7 +11,6 @@ import multiprocessing
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,16 +56,14 @@ COLD = 160e6  # bytes of weights to rotate through
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, "tune_nvfp4", device=None, replays=9)
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--prefills", nargs="*", type=int, default=list(PREFILLS))
     parser.add_argument("--layers", nargs="+", default=[f"{n}x{k}" for n, k in LAYERS])
     parser.add_argument("--kinds", nargs="+", choices=list(_CONFIGS), default=[DIRECT, STREAMED])
     parser.add_argument("--top", type=int, default=3, help="configs of each layer and batch that are shown")
-    parser.add_argument("--replays", type=int, default=9)
     parser.add_argument("--processes", type=int, default=14, help="that compile")
     parser.add_argument("--write", action="store_true", help="put what is measured into the package's table")
-    parser.add_argument("--json", type=Path, default=Path("out/tune_nvfp4.json"))
     return parser.parse_args()
 
 

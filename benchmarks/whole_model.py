@@ -10,7 +10,6 @@ their losses can be compared."""
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -52,24 +51,19 @@ LAST = 10  # steps whose mean loss is an arm's
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__, "whole_model", batch=8, context=2048, steps=60)
     parser.add_argument("--model", default="llama-3.2-1b", choices=MODELS)
     parser.add_argument(
         "--arms", nargs="+", default=["bf16", "te:delayed", "te:current"], help="te:RECIPE, torchao:RECIPE"
     )
     parser.add_argument("--options", type=json.loads, default={}, help="options for te, as JSON")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--warmup", type=int, default=10, help="steps that are not timed")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--kernels", action="store_true", help="profile each arm's kernels, in steps behind the timed ones"
     )
     parser.add_argument("--top", type=int, default=20, help="how many kernels to list")
     parser.add_argument("--plot", action="store_true", help="the loss curves, beside the JSON")
-    parser.add_argument("--json", type=Path, default=Path("out/whole_model.json"))
     parser.add_argument("--arm", help="run this one arm, here, and write its numbers")
     return parser.parse_args()
 
@@ -141,17 +135,12 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
     results |= {name: getattr(args, name) for name in (*given, "options")}
     with tempfile.TemporaryDirectory() as folder:
         for name in args.arms:
-            path, cache = Path(folder) / "arm.json", f"{folder}/{name.replace(':', '-')}"
-            one = [*arguments, f"--options={json.dumps(args.options)}", "--arm", name, "--json", str(path)]
-            failure = harness.run_process(
-                "benchmarks.whole_model", one, {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
-            )
-            if failure is None:
-                results["runs"][name] = json.loads(path.read_text())
-            else:
-                results["failed"][name] = failure
+            given = [*arguments, f"--options={json.dumps(args.options)}", "--arm", name]
+            cache = f"{folder}/{name.replace(':', '-')}"
+            run = harness.run_arm("benchmarks.whole_model", given, TORCHINDUCTOR_CACHE_DIR=cache)
+            results["failed" if "failed" in run else "runs"][name] = run.get("failed", run)
             harness.write_json(args.json, results)
-            print(f"{name}: {failure or 'done'}", flush=True)
+            print(f"{name}: {run.get('failed', 'done')}", flush=True)
     return results
 
 
