@@ -37,7 +37,7 @@ class MainGradError(TEInductorError, ValueError):
 
 class DeferredWgradError(TEInductorError, RuntimeError):
     """An optimizer would miss weight gradients that wait for `backward_dw`, or `backward_dw` got a wrong argument, or
-    gradients that it would add to are gone."""
+    what it would add to was set to zero since."""
 
 
 class StoredWeightError(TEInductorError, RuntimeError):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import te_inductor
+from te_inductor.errors import OmittedLogitsError
 from te_inductor.passes.pre_grad.loss import match
 from te_inductor.runtime.omitted_logits import OmittedLogits
 from tests.losses import error
@@ -259,6 +260,20 @@ def test_left_out_logits_behind_a_graph_break():
     assert (logits.device, logits.is_cpu, logits.is_meta) == (x.device, True, False)
     assert isinstance(logits, OmittedLogits) and program.head.weight.grad.isfinite().all()
     assert error(loss.detach(), program(x, labels)[0].detach()) <= 0.02
+
+
+def test_left_out_logits_that_are_read_behind_a_graph_break():
+    """An error, also of their `data`, which is another tensor."""
+
+    def broken(head, x, labels):
+        logits = head(x)
+        loss = flat(logits, labels)
+        torch._dynamo.graph_break()
+        return loss, logits.data.argmax(-1)
+
+    run = torch.compile(Program(broken), backend="te", options={"recipe": "current", "logits": "omit"})
+    with pytest.raises(OmittedLogitsError, match="argmax of logits that were not computed"):
+        run(*given())
 
 
 def test_no_token():

@@ -15,14 +15,16 @@ changes, which keeps the op in the graph, and in its place among others.
 
 Who forgets the call has no gradients, and would not know. So while products wait, `step` of an optimizer that has one
 of their parameters is an error. `zero_grad`, of an optimizer or a module, throws its parameters' products away with the
-gradients of the same backwards. Who sets `grad` to None by hand tells nobody, and a parameter whose gradient waits has had
-none before. So each product has witnesses, other parameters of its graph to which that backward has given gradients. Where
-all of these are gone before the next backward of the graph or `backward_dw`, that is an error: whether the program has no
-use for them, or has put them elsewhere, is not known."""
+gradients of the same backwards. Who sets a gradient to None or to zero by hand tells nobody. So a backward that leaves
+products also leaves a gradient of zeros with each parameter that has neither a `grad` nor a `main_grad`, and notes which
+tensor stands there and how often it was written. The next backward that leaves a product of the parameter, before it
+accumulates anything there, and `backward_dw` and an optimizer's step look what has become of it. Where it is None, what
+waits is thrown away, as autograd's part is. Where it was written since, or is another tensor, and all zeros, that is an
+error: a program that has scaled what was zero would lose the gradient."""
 
 import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,16 +55,12 @@ class WaitingProduct:
     alpha: Tensor | None  # (), of two-level scales
     gemm: Gemm
     starts: Tensor | None = None  # (E + 1,), where each group of columns begins, of experts
-    witnesses: list[TensorReference] = field(
+    emptied: list[Tensor] = field(
         default_factory=list
-    )  # other parameters that got gradients in that backward
-    is_alone: bool = False  # whether these gradients are gone
+    )  # () bool each, whether what it is to be added to was set to zero
 
-    def look(self) -> bool:
-        """Whether the gradients of all witnesses are gone, or were when the next backward came."""
-        found = [witness.grad for ref in self.witnesses if (witness := ref()) is not None]
-        self.is_alone = self.is_alone or (bool(found) and not any(isinstance(one, Tensor) for one in found))
-        return self.is_alone
+    def receivers(self) -> Iterator[Tensor | None]:
+        return (ref() for ref, wanted in zip(self.parameters, self.wanted, strict=True) if wanted)
 
     def run(self) -> None:
         parameters = [parameter for ref in self.parameters if (parameter := ref()) is not None]
@@ -82,6 +80,23 @@ class WaitingProduct:
                 _accumulate(parameter, gradient)
 
 
+@dataclass(frozen=True)
+class Standing:
+    """What products are to be added to, as the last backward that left one has left it."""
+
+    tensor: TensorReference  # a parameter's `main_grad`, or its `grad`
+    written: int  # how often
+    is_total: bool
+
+    @staticmethod
+    def of(parameter: Tensor) -> "Standing | None":
+        tensor, is_total = _taker(parameter)
+        return None if tensor is None else Standing(TensorReference(tensor), tensor._version, is_total)
+
+    def is_left(self, tensor: Tensor | None) -> bool:
+        return tensor is not None and self.written == tensor._version and self.tensor.is_to(tensor)
+
+
 @dataclass(eq=False)
 class Queue:
     """What waits for one parameter, or for it and others."""
@@ -89,6 +104,7 @@ class Queue:
     parameter: TensorReference
     ticket: Tensor  # () int64, on the CPU
     products: list[WaitingProduct] = field(default_factory=list)
+    standing: Standing | None = None
 
 
 _queues: TensorTable["Queue"] = TensorTable()  # by the parameter, with which they die
@@ -131,12 +147,13 @@ def defer_wgrad(
     *operands, starts, alpha = operands
     backward, refs = torch._C._current_graph_task_id(), [queue.parameter for queue in queues]
     product = WaitingProduct(next(_places), backward, refs, wanted, operands, alpha, gemm, starts)
-    for other in queues[0].products:
-        if other.backward != backward:
-            other.look()
+    running = _running_of(backward) if backward >= 0 else _Running()
+    _look(queue for queue in queues if queue not in running.queues)
     queues[0].products.append(product)
-    if backward >= 0:
-        _running_of(backward).leave(queues[0], product)
+    running.left.append((queues[0], product))
+    running.queues.update(dict(zip(queues, wanted, strict=True)))
+    if backward < 0:
+        running()
     check_before_each(_refuse_step)
 
 
@@ -145,33 +162,24 @@ class _Running:
     it has left goes with it, as a program that goes on does so without gradients of it."""
 
     def __init__(self) -> None:
-        self.left: list[tuple[Queue, WaitingProduct, Any]] = []  # with the node of autograd's that left it
-        self.leaves: dict[Any, list[Tensor]] = {}  # the parameters that a node has gradients for
-
-    def leave(self, queue: Queue, product: WaitingProduct) -> None:
-        """Notes that the node of autograd's that runs leaves a product."""
-        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
-        if node not in self.leaves:
-            leaves = (getattr(one, "variable", None) for one, _ in node.next_functions) if node is not None else ()
-            self.leaves[node] = [one for one in leaves if isinstance(one, nn.Parameter)]
-        self.left.append((queue, product, node))
+        self.left: list[tuple[Queue, WaitingProduct]] = []
+        self.queues: dict[Queue, bool] = {}  # of the parameters, with whether it accumulates into one
 
     def __call__(self) -> None:
-        given = {}
-        for node, leaves in self.leaves.items():
-            some = itertools.islice((one for one in leaves if one.grad is not None), _WITNESSES)
-            given[node] = [TensorReference(one) for one in some]
-        for _, product, node in self.left:
-            product.witnesses = given[node]
-        self.left, self.leaves = [], {}
+        for queue, wanted in self.queues.items():
+            parameter = queue.parameter()
+            if parameter is not None:
+                if wanted and _taker(parameter)[0] is None:
+                    parameter.grad = torch.zeros_like(parameter, dtype=_grad_dtype(parameter))
+                queue.standing = Standing.of(parameter)
+        self.left, self.queues = [], {}
 
     def __del__(self) -> None:
-        for queue, product, _ in self.left:
+        for queue, product in self.left:
             if product in queue.products:
                 queue.products.remove(product)
 
 
-_WITNESSES = 4  # of a product
 _running: "weakref.WeakValueDictionary[int, _Running]" = weakref.WeakValueDictionary()  # by torch's number
 
 
@@ -225,22 +233,24 @@ def backward_dw(model: nn.Module | None = None, *, backwards: int | None = None)
         How many GEMMs ran.
 
     Raises:
-        DeferredWgradError: an argument is something else, or the other gradients of a backward are gone.
+        DeferredWgradError: an argument is something else, or what a gradient is to be added to was set to zero since.
         MainGradError: a parameter's `main_grad` does not fit it.
     """
     if model is not None and not isinstance(model, nn.Module):
         raise DeferredWgradError(wrong_type("model", model, "the nn.Module whose weight gradients wait, or None"))
     if backwards is not None and (not isinstance(backwards, int) or isinstance(backwards, bool) or backwards < 0):
         raise DeferredWgradError(wrong_type("backwards", backwards, "a number of backward passes, or None"))
+    _look(_queues.values())
     chosen = _waiting(None if model is None else model.parameters())
     if backwards is not None:
         oldest = list(dict.fromkeys(product.backward for _, product in chosen))[:backwards]
         chosen = [(queue, product) for queue, product in chosen if product.backward in oldest]
-    if alone := sum(product.look() for _, product in chosen):
+    if emptied := sum(any(map(bool, product.emptied)) for _, product in chosen):
         raise DeferredWgradError(
-            f"{alone} of {len(chosen)} weight gradients that wait are of backwards whose other gradients, as those of"
-            " biases, the program has set to None since, expected these to be there; call te_inductor.backward_dw(model)"
-            " before that, or zero_grad() of the optimizer or the model, which throws away what waits too"
+            f"{emptied} of {len(chosen)} weight gradients that wait are of parameters whose main_grad or grad the program"
+            " has set to zero since, or scaled while it was zero, expected it as the backward has left it; call"
+            " te_inductor.backward_dw(model) before that, or zero_grad() of the optimizer or the model, which throws away"
+            " what waits too"
         )
     for queue, product in chosen:
         with torch.no_grad():
@@ -257,8 +267,27 @@ def _waiting(parameters: Iterable[Tensor] | None) -> list[tuple[Queue, WaitingPr
     found = [(queue, product) for queue in _queues.values() for product in queue.products]
     if parameters is not None:
         ids = {id(parameter) for parameter in parameters}
-        found = [one for one in found if any(id(ref()) in ids for ref in one[1].parameters)]
+        found = [one for one in found if any(id(parameter) in ids for parameter in one[1].receivers())]
     return sorted(found, key=lambda one: one[1].place)
+
+
+def _look(queues: Iterable[Queue]) -> None:
+    """Finds what has become of what products are to be added to, and lets those go whose `grad` is None now."""
+    for queue in queues:
+        parameter, left = queue.parameter(), queue.standing
+        if parameter is None or left is None:
+            continue
+        tensor, is_total = _taker(parameter)
+        if left.is_left(tensor):
+            continue
+        queue.standing = Standing.of(parameter)
+        waiting = _waiting([parameter]) if is_total == left.is_total else []
+        if waiting and tensor is None:
+            _forget([parameter])
+        elif waiting and tensor is not None:
+            emptied = tensor.any().logical_not()  # which no backward waits for
+            for _, product in waiting:
+                product.emptied.append(emptied)
 
 
 def _forget(parameters: Iterable[Tensor]) -> None:
@@ -278,12 +307,22 @@ compat.after_zero_grad(_forget)
 
 def _refuse_step(optimizer: Optimizer) -> None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    _look(queue for parameter in parameters if (queue := _queues.get(parameter, None)) is not None)
     waiting = _waiting(parameters)
     if waiting:
         raise DeferredWgradError(
             f"the optimizer's step finds {len(waiting)} weight gradients that have not been computed, expected none;"
             ' options={"wgrad": "deferred"} wants te_inductor.backward_dw(model) between backward and step'
         )
+
+
+def _taker(parameter: Tensor) -> tuple[Tensor | None, bool]:
+    """What a parameter's gradient is added to, if it is there, and whether that is its `main_grad`.
+
+    Raises:
+        MainGradError: it is one that does not fit.
+    """
+    return (checked(parameter), True) if _has_total(parameter) else (parameter.grad, False)
 
 
 def _has_total(parameter: Tensor) -> bool:
@@ -306,3 +345,5 @@ def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
         parameter.grad = gradient.to(_grad_dtype(parameter))
     else:
         parameter.grad.add_(gradient.to(_grad_dtype(parameter)))
+    if (queue := _queues.get(parameter, None)) is not None:
+        queue.standing = Standing.of(parameter)
