@@ -1,7 +1,6 @@
 """What a rollout's view has of parameters that `fully_shard` has sharded: whole copies of those that it does not store, and
 looks that all ranks have at once."""
 
-import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from torch import distributed as dist
 from te_inductor import compat
 from te_inductor.compat.fsdp import ShardedParameter, members, sharded_parameters
 from te_inductor.distributed import agreement
+from te_inductor.distributed.world import digest, exchanged
 from te_inductor.errors import StateError, StoredWeightError
 from te_inductor.runtime.weights import followed_weights
 from te_inductor.runtime.weights.followed_weights import FollowedView, FollowedWeights, ParameterPlace
@@ -93,7 +93,7 @@ class GatheringRanks:
         groups = {tuple(members(one.ranks)) for one in shards.values()}
         [self.ranks] = groups if len(groups) == 1 else [tuple(range(dist.get_world_size()))]
         self.topic = f"rollout {next(_views)}"
-        self.digest = hashlib.sha256(repr(contents).encode()).hexdigest()[:16]
+        self.digest = digest(contents)
 
     def all(self, own: Any) -> list[Any]:
         """What the ranks have to say, in terms of JSON, this one among them; that which several say alike once.
@@ -103,7 +103,7 @@ class GatheringRanks:
             StoredWeightError: their views store other weights, or by other recipes.
         """
         text = json.dumps([self.digest, own])
-        told = [json.loads(one) for one in agreement.exchanged(self.ranks, self.topic, text, alone, agreement.PATIENCE)]
+        told = [json.loads(one) for one in exchanged(self.ranks, self.topic, text, alone, agreement.PATIENCE)]
         if any(digest != self.digest for digest, _ in told):
             raise StoredWeightError(
                 "ranks' views of a sharded model store different weights, expected the same ones by the same recipes; call"

@@ -36,23 +36,20 @@ Nor may a rank leave the others alone where it compiles a layer anew, for a batc
 smaller, or empty. What is decided by the number of rows, on one rank alone, would have it reduce other amaxes than they
 do. So where ranks have agreed about a graph, its layers stay in the precision that they have there: `form_of`."""
 
-import hashlib
 import json
 import threading
 import time
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch import distributed as dist
 
 from te_inductor.diagnostics import amaxes_have_no_group, amaxes_stay_local, say
 from te_inductor.distributed import amax_groups
 from te_inductor.distributed.amax_groups import AmaxGroup
-from te_inductor.distributed.answers import Answers
-from te_inductor.distributed.call_order import CallOrder
+from te_inductor.distributed.call_order import Answers, CallOrder
+from te_inductor.distributed.world import World, current, digest
 from te_inductor.errors import StateError
 
 PATIENCE = 60.0  # seconds; until another rank begins to compile the graph
@@ -71,85 +68,13 @@ class Agreement:
     group: AmaxGroup
 
 
-@dataclass
-class _World:
-    """What this rank knows under one default process group."""
-
-    reference: weakref.ref[Any]  # to its store, whose server ends with the group, so that another may have its address
-    rank: int
-    prefix: str  # of our keys in the store
-    is_fake: bool = False  # one process plays all ranks, and its store may hold nothing
-    decisions: dict[str, str] = field(default_factory=dict)  # by name: `_YES`, or why not
-    patient: bool = True
-    compiles: dict[str, int] = field(default_factory=dict)  # how often, of layers that exchange tensors
-    told: dict[str, int] = field(default_factory=dict)  # how often `any_rank` was asked, by ranks and what about
-    # Whether ranks interpret first steps, by layers and the ranks of their groups: Note [Ranks that interpret].
-    interpreted: dict[tuple[Any, ...], bool] = field(default_factory=dict)
-    # Whether layers run in low precision in a graph, and the agreements of that.
-    forms: dict[Hashable, tuple[bool, Sequence[Agreement]]] = field(default_factory=dict)
-    orders: dict[AmaxGroup, CallOrder] = field(default_factory=dict)
-    answers: Answers | None = None
-    said: bool = False  # that ranks did not agree
-    said_no_group: bool = False
-
-    @property
-    def store(self) -> Any:
-        found = self.reference()
-        if found is None:
-            raise StateError(amax_groups.gone("default"))
-        return found
-
-    def has(self, key: str) -> bool:
-        return bool(self.store.check([f"{self.prefix}/{key}"]))
-
-    def get(self, key: str) -> str:
-        """Empty where there is no such key."""
-        return self.store.get(f"{self.prefix}/{key}").decode() if self.has(key) else ""
-
-    def set(self, key: str, value: str) -> None:
-        self.store.set(f"{self.prefix}/{key}", value)
-
-    def delete(self, *keys: str) -> None:
-        for key in keys:
-            self.store.delete_key(f"{self.prefix}/{key}")
-
-    def order(self, group: AmaxGroup) -> CallOrder:
-        """The order of calls that reduce amaxes over a group."""
-        found = self.orders.get(group)
-        if found is None:
-            found = self.orders[group] = CallOrder(self, _digest(_known_as(group)), group.ranks)
-            if self.answers is None:
-                self.answers = Answers(self)
-        return found
-
-    def count(self, key: str) -> int:
-        """How often a key was counted by any rank, this time included."""
-        return int(self.store.add(f"{self.prefix}/{key}", 1))
-
-    def say(self, text: str) -> None:
-        say(text, "warn")
-
-    @property
-    def timeout(self) -> float:
-        return self.store.timeout.total_seconds()  # type: ignore[no-any-return]
-
-    def first(self, key: str, value: str) -> tuple[int, list[str]]:
-        """What the first rank left at a key, perhaps this one now: its number, and the rest."""
-        rank, *rest = json.loads(self.store.compare_set(f"{self.prefix}/{key}", "", value))
-        return rank, rest
-
-    def propose(self, name: str, decision: str) -> None:
-        self.store.compare_set(f"{self.prefix}/decision/{name}", "", decision)
-
-
-_world: _World | None = None
 _LOCK = threading.Lock()  # a rank waits at one agreement at a time
 
 
 def agreement_of(group: AmaxGroup, quantizers: object) -> Agreement:
     """The same on each of the group's ranks that has the same quantizers. In a mesh of several dimensions the process
     groups have other names on other ranks."""
-    return Agreement(_digest((*_known_as(group), quantizers)), group)
+    return Agreement(digest((*_known_as(group), quantizers)), group)
 
 
 def _known_as(group: AmaxGroup) -> tuple[Any, ...]:
@@ -157,8 +82,12 @@ def _known_as(group: AmaxGroup) -> tuple[Any, ...]:
     return group.names if len(group.names) == 1 else len(group.names), group.ranks
 
 
-def _digest(known: object) -> str:
-    return hashlib.sha256(repr(known).encode()).hexdigest()[:16]
+def _order(world: World, group: AmaxGroup) -> CallOrder:
+    """The order of calls that reduce amaxes over a group."""
+    if group not in world.orders:
+        world.orders[group] = CallOrder(world, digest(_known_as(group)), group.ranks)
+        world.answers = world.answers or Answers(world)
+    return world.orders[group]
 
 
 def announce(agreement: Agreement) -> None:
@@ -172,7 +101,7 @@ def withdraw(agreement: Agreement) -> None:
     """Tell the other ranks that this one does not come to a graph that it said it compiles."""
     world = current()
     if world is not None and not world.is_fake:
-        world.propose(agreement.name, f"rank {world.rank} could not compile a graph in low precision")
+        world.propose(f"decision/{agreement.name}", f"rank {world.rank} could not compile a graph in low precision")
 
 
 def note_no_group(fqns: Sequence[str], fallback: str) -> None:
@@ -208,10 +137,10 @@ def settle(
             world.said = True
             say(amaxes_stay_local(decision), fallback)
     agreed = [one for one in agreements if world.decisions[one.name] == _YES and not world.is_fake]
-    return [(world.order(one.group), one) for one in agreed]
+    return [(_order(world, one.group), one) for one in agreed]
 
 
-def _decision(world: _World, agreement: Agreement, parameters: Sequence[Tensor]) -> str:
+def _decision(world: World, agreement: Agreement, parameters: Sequence[Tensor]) -> str:
     """What all ranks have decided about a graph of layers with these parameters, or decide now.
 
     Raises:
@@ -230,7 +159,7 @@ def _decision(world: _World, agreement: Agreement, parameters: Sequence[Tensor])
     return decision
 
 
-def _are_reduced(world: _World, parameters: Sequence[Tensor]) -> bool:
+def _are_reduced(world: World, parameters: Sequence[Tensor]) -> bool:
     """Whether ranks reduce amaxes of some of the layers with these parameters."""
     return any(order.reduces(one) for order in world.orders.values() for one in parameters)
 
@@ -264,94 +193,6 @@ def form_of(layer: Hashable) -> bool | None:
     return low if any(reached(one.name) for one in agreements) else None
 
 
-def any_rank(group: AmaxGroup, own: bool, about: str = "") -> bool:
-    """Whether something is so on any rank of a group. All of its ranks have to come here, equally often for what it is
-    about, and each waits for the others, on the host.
-
-    Raises:
-        StateError: one did not come before the store's timeout, which is that of the default process group.
-    """
-    world = current()
-    if world is None or world.is_fake:
-        return own
-    key = tell(world, group, own, about)
-    started = time.monotonic()
-    while not world.has(f"{key}/all"):
-        waited = time.monotonic() - started
-        if waited > world.store.timeout.total_seconds():
-            missing = [rank for rank in group.ranks if not world.has(f"{key}/{rank}")]
-            raise StateError(alone(world.rank, missing, waited))
-        time.sleep(_PAUSE)
-    return world.has(f"{key}/any")
-
-
-def tell(world: _World, group: AmaxGroup, own: bool, about: str = "") -> str:
-    """Answers for this rank what `any_rank` asks next, without waiting for the others. Returns the key of all answers."""
-    name = f"told{about}/{'-'.join(map(str, group.ranks))}"
-    world.told[name] = count = world.told.get(name, 0) + 1
-    key = f"{name}/{count}"
-    world.set(f"{key}/{world.rank}", "1")
-    if own:
-        world.set(f"{key}/any", "1")
-    if world.store.add(f"{world.prefix}/{key}/count", 1) == len(group.ranks):
-        world.set(f"{key}/all", "1")
-    return key
-
-
-def exchanged(
-    ranks: Sequence[int],
-    topic: str,
-    own: str,
-    alone: Callable[[int, Sequence[int], float], StateError],
-    patience: float,
-) -> set[str]:
-    """The different texts that ranks have for each other, this one's among them. All of them have to come here, equally
-    often for a topic, and each waits for the others, on the host.
-
-    Args:
-        own: what this rank says, not empty.
-        alone: the error about ranks that do not come, of this rank's number, theirs, and the seconds that it has waited.
-        patience: the seconds behind which its text is a warning.
-
-    Raises:
-        StateError: one did not come before the store's timeout, which is that of the default process group.
-    """
-    world = current()
-    if world is None or world.is_fake or len(ranks) == 1:
-        return {own}
-    topic = f"exchanged/{topic}/{'-'.join(map(str, ranks))}"
-    world.told[topic] = count = world.told.get(topic, 0) + 1
-    key, before = f"{topic}/{count}", f"{topic}/{count - 1}"
-    world.set(f"{key}/{world.rank}", own)
-    if world.store.compare_set(f"{world.prefix}/{key}/first", "", own).decode() != own:
-        world.set(f"{key}/differ", "1")
-    if world.store.add(f"{world.prefix}/{key}/count", 1) == len(ranks):
-        world.set(f"{key}/all", "1")
-        world.delete(*(f"{before}/{name}" for name in ("first", "differ", "count", "all")))
-    started, limit = time.monotonic(), min(patience, world.timeout)
-    while not world.has(f"{key}/all"):
-        waited = time.monotonic() - started
-        if waited > limit:
-            error = alone(world.rank, [rank for rank in ranks if not world.has(f"{key}/{rank}")], waited)
-            if limit == world.timeout:
-                raise error
-            say(str(error), "warn")
-            limit = world.timeout
-        time.sleep(_PAUSE)
-    world.delete(f"{before}/{world.rank}")  # which all ranks have read, as they have come here
-    return {own, *(world.get(f"{key}/{rank}") for rank in ranks if world.has(f"{key}/differ"))}
-
-
-def alone(rank: int, missing: Sequence[int], waited: float) -> str:
-    """The text of the error about a rank that alone has something to say of its state."""
-    return (
-        f"rank {rank} waited {waited:.0f} s to hear how a step under delayed scaling runs on"
-        f" {'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}, with which its layers exchange"
-        " tensors, expected all of these ranks; call the model, and te_inductor.load_state_dict, on all ranks equally"
-        " often"
-    )
-
-
 def otherwise(rank: int, decision: str) -> str:
     """The text of the error about a graph that this rank does not run as all ranks have run its layers."""
     return (
@@ -367,29 +208,7 @@ def reached(name: str | None) -> bool:
     return world is not None and name is not None and world.decisions.get(name) == _YES
 
 
-def current() -> _World | None:
-    """None where there is one rank."""
-    global _world
-    if not amax_groups.several_ranks():
-        return None
-    store = dist.distributed_c10d._get_default_store()
-    world = _world
-    if world is None or world.reference() is not store:
-        with _LOCK:
-            if _world is None or _world.reference() is not store:
-                _world = _new_world(store, dist.get_rank(), dist.get_backend() == "fake")
-            world = _world
-    return world
-
-
-def _new_world(store: Any, rank: int, is_fake: bool) -> _World:
-    """Makes keys that no group before it has in the same store. Ranks may have been in other numbers of groups, as where
-    one has taken the place of another that died: so the store counts."""
-    groups = 0 if is_fake else store.add(f"te_inductor/groups/{rank}", 1)
-    return _World(weakref.ref(store), rank, f"te_inductor/{groups}", is_fake)
-
-
-def _decide(world: _World, agreement: Agreement, late: bool) -> str:
+def _decide(world: World, agreement: Agreement, late: bool) -> str:
     """The decision of all ranks, after a wait that has an end; `late`: they reduce amaxes of its layers already."""
     if world.is_fake:
         return _YES
@@ -403,7 +222,7 @@ def _decide(world: _World, agreement: Agreement, late: bool) -> str:
             looked = now
             why_not = _why_not(world, agreement, now - started, late)
             if why_not is not None:
-                world.propose(name, why_not)
+                world.propose(f"decision/{name}", why_not)
                 continue
         time.sleep(_PAUSE)
     found = world.get(f"decision/{name}")
@@ -411,14 +230,14 @@ def _decide(world: _World, agreement: Agreement, late: bool) -> str:
     return found
 
 
-def _come(world: _World, agreement: Agreement) -> None:
+def _come(world: World, agreement: Agreement) -> None:
     """Tell the others that this rank has come."""
     name, ranks = agreement.name, agreement.group.ranks
     if not world.has(f"came/{name}/{world.rank}"):
         world.set(f"ranks/{name}", json.dumps(ranks))
         world.set(f"came/{name}/{world.rank}", "1")
         if world.count(f"count/{name}") == len(ranks):
-            world.propose(name, _YES)
+            world.propose(f"decision/{name}", _YES)
 
 
 def together(agreements: Sequence[Agreement]) -> str:
@@ -434,7 +253,7 @@ def together(agreements: Sequence[Agreement]) -> str:
     return "" if decision == _YES else decision
 
 
-def _why_not(world: _World, agreement: Agreement, waited: float, late: bool) -> str | None:
+def _why_not(world: World, agreement: Agreement, waited: float, late: bool) -> str | None:
     """Why this rank does not wait any longer; None as long as it does."""
     name = agreement.name
     for rank in agreement.group.ranks:
@@ -444,7 +263,7 @@ def _why_not(world: _World, agreement: Agreement, waited: float, late: bool) -> 
         if ring:
             why_not = f"ranks {world.rank} and {rank} run graphs with different quantizers at the same time"
             for _, other in ring:  # each would wait for the next
-                world.propose(other, why_not)
+                world.propose(f"decision/{other}", why_not)
             return why_not
         begun, order = world.has(f"compiles/{name}/{rank}"), world.orders.get(agreement.group)
         patience = PATIENCE_OF_COMPILES if begun else PATIENCE if world.patient or late else 0.0
@@ -458,7 +277,7 @@ def _why_not(world: _World, agreement: Agreement, waited: float, late: bool) -> 
 _Waits = tuple[int, str]  # a rank, and the name at which it waits
 
 
-def _ring(world: _World, path: list[_Waits], rank: int) -> list[_Waits]:
+def _ring(world: World, path: list[_Waits], rank: int) -> list[_Waits]:
     """Ranks that wait for each other in a ring: those of a path, of which each waits for the next and the last one for
     `rank`, and that one, if it waits for the first, perhaps by way of others. Empty where there is no ring."""
     name = world.get(f"waits/{rank}")
@@ -473,7 +292,7 @@ def _ring(world: _World, path: list[_Waits], rank: int) -> list[_Waits]:
     return []
 
 
-def _is_standing(world: _World, ring: list[_Waits]) -> bool:
+def _is_standing(world: World, ring: list[_Waits]) -> bool:
     """Whether all of its ranks wait now. Nothing here becomes true again, so each did when the last entry was read:
     an undecided one is no old entry, and a rank that has not come cannot have gone on."""
     following = [*ring[1:], ring[0]]

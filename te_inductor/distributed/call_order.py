@@ -1,24 +1,30 @@
-"""Whether ranks that reduce amaxes together do so in one order: Note [Ranks that agree] in agreement.py."""
+"""Whether ranks that reduce amaxes together do so in one order: Note [Ranks that agree] in agreement.py; and answers to
+ranks that wait for this one, by a thread, as its own may wait for them in a collective."""
 
-import hashlib
+import atexit
 import json
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from te_inductor import compat
+from te_inductor.diagnostics import say
+from te_inductor.distributed.world import World, digest
 from te_inductor.errors import StateError
 from te_inductor.tensor_tables import TensorTable
 
 MOST_CALLS = 64  # of graphs that reduce amaxes, between two looks at their order on other ranks
 _SAMPLE = 64  # values by which a parameter is known
 PATIENCE = 120.0  # seconds; until a rank says that it waits for others to make a call
+STANDSTILL = 1.0  # seconds without a call, behind which a rank looks whether another one asks
 _KEPT = 256  # of the last calls, of which other ranks may ask
 _PAUSE, _LOOK = 0.002, 0.2  # seconds; between looks at whether all ranks have come, and at the others
 
@@ -34,29 +40,6 @@ class Reduction(NamedTuple):
         return f"{self.layer} ({self.what})"
 
 
-class _Store(Protocol):
-    """What ranks leave for each other."""
-
-    rank: int
-
-    @property
-    def timeout(self) -> float: ...
-
-    def first(self, key: str, value: str) -> tuple[int, list[Any]]: ...
-
-    def count(self, key: str) -> int: ...
-
-    def has(self, key: str) -> bool: ...
-
-    def get(self, key: str) -> str: ...
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def say(self, text: str) -> None: ...
-
-    def delete(self, *keys: str) -> None: ...
-
-
 _Step = tuple[Reduction | None, Reduction]  # a call behind the call before it
 _Noted = dict[tuple[str, int], tuple[Reduction, Callable[[Iterable[Any]], None]]]
 
@@ -65,7 +48,7 @@ _Noted = dict[tuple[str, int], tuple[Reduction, Callable[[Iterable[Any]], None]]
 class CallOrder:
     """The reductions of amaxes over one group, in the order in which this rank makes them."""
 
-    store: _Store
+    store: World
     key: str  # of the group, the same on all of its ranks
     ranks: Sequence[int]
     before: int = 0  # calls that were compared with those of another rank
@@ -153,7 +136,7 @@ class CallOrder:
                     text = alone(rank, missing, now - started, number, step)
                     if limit >= self.store.timeout:
                         raise StateError(text)
-                    self.store.say(text)
+                    say(text, "warn")
                     limit = self.store.timeout
             time.sleep(_PAUSE if now - started < _LOOK else 5 * _PAUSE)
 
@@ -205,6 +188,41 @@ class CallOrder:
         self.before += len(own)
 
 
+class Answers:
+    """A thread that tells other ranks which calls this one has made while it makes no others. It ends with the process
+    group, and in front of the interpreter, whose end no call of a store would survive."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._ends = weakref.ref(world), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="te_inductor answers", daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        self._ends.set()
+        self._thread.join(2 * STANDSTILL)
+
+    def _run(self) -> None:
+        made: dict[str, int] = {}
+        while not self._ends.wait(STANDSTILL) and self._answer(made):
+            pass
+        atexit.unregister(self._end)
+
+    def _answer(self, made: dict[str, int]) -> bool:
+        """Whether there may be more to answer; `made` has the numbers of calls that were made before."""
+        world = self._world()
+        if world is None:
+            return False
+        for order in list(world.orders.values()):
+            if made.get(order.key) == order.made:
+                try:
+                    order.answer()
+                except (RuntimeError, StateError):  # its store is gone
+                    return False
+            made[order.key] = order.made
+        return True
+
+
 def _same(own: Reduction | None, other: Reduction | None) -> bool:
     """Whether calls are of one layer and one graph, whatever marks ranks know the layer by."""
     return own is other or (own is not None and other is not None and own[:2] == other[:2])
@@ -218,7 +236,7 @@ def _mark_of(parameter: Tensor) -> str:
         return ""
     values = parameter.detach().reshape(-1)
     some = values[:: max(1, values.numel() // _SAMPLE)].tolist()
-    return hashlib.sha256(repr(some).encode()).hexdigest()[:16] if len(set(some)) > 1 else ""
+    return digest(some) if len(set(some)) > 1 else ""
 
 
 def out_of_order(rank: int, call: str, first: int, other: str, number: int) -> str:

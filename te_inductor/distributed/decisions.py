@@ -26,17 +26,17 @@ The graph of a first step has other collectives than the later one, as the amaxe
 before the casts. So all ranks of these collectives have to run the same one of the two: that of a first step for as long
 as any rank has a quantizer without history, be it one that has nothing to do with other ranks.
 
-No rank asks the others at each call. They tell each other what each of them lacks (`agreement.any_rank`) before the first
+No rank asks the others at each call. They tell each other what each of them lacks (`any_rank`) before the first
 call, then before ever fewer calls until none lacks anything, and where state was loaded. That is at the same calls on all
 ranks, which count those of the layers that exchange tensors, with the same parameters, whichever graph has them: a rank
 that compiles a graph anew, as its own tensors have other sizes, goes on counting. One that comes to tell and finds nobody,
 as where it alone has loaded state, raises."""
 
-import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from torch import distributed as dist
@@ -44,19 +44,21 @@ from torch import distributed as dist
 from te_inductor.distributed import agreement
 from te_inductor.distributed.agreement import Agreement
 from te_inductor.distributed.amax_groups import AmaxGroup
+from te_inductor.distributed.world import current, digest, exchanged, tell
 from te_inductor.errors import GatherError, StateError
 from te_inductor.tensor_tables import TensorTable
 
+_YES = "yes"
 _REMEDY = "compile the same graph with the same options on all of them"
 
 
 def of_first(kind: str, layers: object, decided: Sequence[str]) -> tuple[int, list[str]] | None:
     """What the first rank to compile these layers has decided, perhaps this one now: its number, and a line a layer.
     None without a process group."""
-    world = agreement.current()
+    world = current()
     if world is None or world.is_fake:
         return None
-    name = f"{kind}/{hashlib.sha256(repr(layers).encode()).hexdigest()[:16]}"
+    name = f"{kind}/{digest(layers)}"
     return world.first(name, json.dumps([world.rank, *decided]))
 
 
@@ -66,7 +68,7 @@ def compare(layers: object, decided: Sequence[str], kind: str = "decided") -> No
     Raises:
         GatherError: it has decided otherwise.
     """
-    world = agreement.current()
+    world = current()
     if world is None:
         return
     world.compiles[f"{kind} {layers}"] = count = world.compiles.get(f"{kind} {layers}", 0) + 1
@@ -140,7 +142,7 @@ class FormChoice:
         waits = is_due(self.calls, self.asked) if self.is_first else lacks
         if waits or loads != self.loads:
             for group in self.groups:
-                lacks = agreement.any_rank(group, lacks)
+                lacks = any_rank(group, lacks)
                 if loads != self.loads:
                     _compare_states(group, state())
             self.is_first, self.asked, self.loads = lacks, self.calls, loads
@@ -149,11 +151,27 @@ class FormChoice:
         return self.is_first
 
 
-def _compare_states(group: AmaxGroup, state: str) -> None:
-    def alone(*waited: Any) -> StateError:
-        return StateError(agreement.alone(*waited))
+def any_rank(group: AmaxGroup, own: bool, topic: str = "lacks") -> bool:
+    """Whether something is so on any rank of a group, each of which waits for the others.
 
-    if len(agreement.exchanged(group.ranks, "states", state, alone, agreement.PATIENCE)) > 1:
+    Raises:
+        StateError: one did not come before the timeout of the default process group.
+    """
+    return _YES in exchanged(group.ranks, topic, _YES if own else "no", alone, math.inf)
+
+
+def alone(rank: int, missing: Sequence[int], waited: float) -> StateError:
+    """The error about a rank that alone has something to say of its state."""
+    return StateError(
+        f"rank {rank} waited {waited:.0f} s to hear how a step under delayed scaling runs on"
+        f" {'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}, with which its layers exchange"
+        " tensors, expected all of these ranks; call the model, and te_inductor.load_state_dict, on all ranks equally"
+        " often"
+    )
+
+
+def _compare_states(group: AmaxGroup, state: str) -> None:
+    if len(exchanged(group.ranks, "states", state, alone, agreement.PATIENCE)) > 1:
         raise StateError(
             f"rank {dist.get_rank()} has loaded another state of delayed scaling than others of ranks"
             f" {', '.join(map(str, group.ranks))}, whose layers exchange tensors in FP8, expected one scale of each tensor;"
@@ -182,29 +200,29 @@ def all_interpret(layers: str, groups: Iterable[AmaxGroup], may: bool) -> bool:
     Raises:
         StateError: another rank does not come to tell.
     """
-    world, ordered = agreement.current(), _ordered(groups)
+    world, ordered = current(), _ordered(groups)
     if world is None:
         return may
     key = layers, *(group.ranks for group in ordered)
     if key not in world.interpreted:
         for group in ordered:
-            may = not agreement.any_rank(group, not may, _about(layers))
+            may = not any_rank(group, not may, _about(layers))
         world.interpreted[key] = may
     return world.interpreted[key]
 
 
 def interpret_none(layers: str, groups: Iterable[AmaxGroup]) -> None:
     """Tell these ranks, if they are still to hear of this one, not to wait: it could not compile the layers."""
-    world, ordered = agreement.current(), _ordered(groups)
+    world, ordered = current(), _ordered(groups)
     key = layers, *(group.ranks for group in ordered)
     if world is not None and not world.is_fake and key not in world.interpreted:
         world.interpreted[key] = False
         for group in ordered:
-            agreement.tell(world, group, True, _about(layers))
+            tell(world, group.ranks, _about(layers), _YES)
 
 
 def _about(layers: str) -> str:
-    return f"/interprets/{hashlib.sha256(layers.encode()).hexdigest()[:16]}"
+    return f"interprets {digest(layers)}"
 
 
 def is_due(calls: int, asked: int) -> bool:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import te_inductor
-from te_inductor.distributed import agreement, answers
+from te_inductor.distributed import agreement, call_order
 from te_inductor.recipes import DelayedScaling
 from tests.ranks import Rank, how
 
@@ -39,7 +39,7 @@ def _late(rank: Rank, kind: str, steps: int) -> Any:
     if rank.rank:
         run(x).sum().backward()
         return [value.max().item() for key, value in te_inductor.state_dict(model).items() if "input.amax" in key]
-    soon = mock.patch.object(agreement, "PATIENCE_OF_ANSWERS", 0.5), mock.patch.object(answers, "STANDSTILL", 0.2)
+    soon = mock.patch.object(agreement, "PATIENCE_OF_ANSWERS", 0.5), mock.patch.object(call_order, "STANDSTILL", 0.2)
     region = te_inductor.autocast(enabled=False) if kind == "region" else contextlib.nullcontext()
     sizes = [4, 2]  # of what the other rank reduces, forward and backward
     try:

@@ -90,7 +90,7 @@ MUTATIONS = [
     ),
     Mutation(
         "each rank chooses the graph of a first step alone",
-        "lacks = agreement.any_rank(group, lacks)",
+        "lacks = any_rank(group, lacks)",
         "pass",
         ("tests/backend/test_graph_fsdp.py",),
     ),
