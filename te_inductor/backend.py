@@ -30,9 +30,9 @@ from te_inductor.ops.stored_weight import StoredWeight
 from te_inductor.passes import effects, pre_grad
 from te_inductor.passes.graph.module_path import path_of
 from te_inductor.passes.graph.values import value
+from te_inductor.passes.pre_grad.decide.between_ranks import compare_compiles
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.passes.pre_grad.rewrite import first_step
-from te_inductor.passes.pre_grad.rewrite.between_ranks import compare_compiles
 from te_inductor.presentation.progress import patience
 from te_inductor.presentation.report import Report, Unmet
 from te_inductor.recipes import regions

@@ -12,8 +12,13 @@ from collections.abc import Callable
 
 from te_inductor.passes.pre_grad.attention.rewrite import rewrite_attention
 from te_inductor.passes.pre_grad.attention.sites import match_attention
-from te_inductor.passes.pre_grad.decide.between_ranks import check_exchanges, check_gathers
-from te_inductor.passes.pre_grad.decide.delayed import leave_ranks
+from te_inductor.passes.pre_grad.decide.between_ranks import (
+    check_exchanges,
+    check_gathers,
+    compare_ranks,
+    follow_ranks,
+    leave_ranks,
+)
 from te_inductor.passes.pre_grad.decide.report import report_sites
 from te_inductor.passes.pre_grad.decide.sites import (
     check_extras,
@@ -33,7 +38,6 @@ from te_inductor.passes.pre_grad.match.sites import (
     write_numbers,
 )
 from te_inductor.passes.pre_grad.plan import Plan
-from te_inductor.passes.pre_grad.rewrite.between_ranks import compare_ranks, follow_ranks
 from te_inductor.passes.pre_grad.rewrite.permutations import rewrite_permutations, rewrite_scattered_rows
 from te_inductor.passes.pre_grad.rewrite.sites import guard_extras, rewrite_sites, start_builds
 from te_inductor.passes.pre_grad.rewrite.traced import (

@@ -1,31 +1,36 @@
 """Tensors that layers have from other ranks in low precision. Weights that FSDP2 gathers have been cast before the graph,
 for the recipe that their site then has; those that the graph gathers itself are cast in it, where that is the same: Note
 [Graph FSDP]. Layers of experts cast their rows before these go to the ranks that have the experts: Note [Rows between
-ranks] in ops/layers/operands.py."""
+ranks] in ops/layers/operands.py. Ranks decide alike, or raise: Note [Ranks that decide] of what they exchange, Note [Ranks
+that agree] of amaxes that they reduce, both in distributed/."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor, fx
 from torch import distributed as dist
-from torch import fx
 
 from te_inductor import compat
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal
-from te_inductor.distributed import amax_groups
+from te_inductor.distributed import agreement, amax_groups, decisions
+from te_inductor.distributed.agreement import Agreement
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.owners import owner_of
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.graph.writes import last_read
 from te_inductor.passes.pre_grad.decide import delayed
+from te_inductor.passes.pre_grad.decide.delayed import parameter_of
+from te_inductor.passes.pre_grad.decide.report import plain
+from te_inductor.passes.pre_grad.loss.site import LossPart
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites import exchanges
 from te_inductor.passes.pre_grad.sites.exchanges import ExchangeNodes, Exchanges
 from te_inductor.passes.pre_grad.sites.parallel import SHARED
 from te_inductor.passes.pre_grad.sites.part import Gather
-from te_inductor.recipes import Recipe, Slots
+from te_inductor.recipes import DelayedScaling, Recipe, Slots
 
 _REMEDY = "give torch.compile and low_precision_all_gather the same recipe and policy"
 
@@ -191,3 +196,108 @@ def _shares_scales(site: Candidate, ranks: Sequence[int], bodies: Bodies) -> boo
     owner = owner_of(site.match.weight, bodies)
     mesh = None if owner is None else compat.mesh_of_dtensor(value(owner.parameter))
     return mesh is not None and set(ranks) <= set(amax_groups.of_mesh(mesh).ranks)
+
+
+def follow_ranks(plan: Plan) -> None:
+    """Have experts whose rows go between ranks run as the first rank to compile them has it by its own sizes."""
+    found = [exchanges.in_front(site.match.x) or exchanges.behind(site.match.end) for site in plan.experts]
+    groups = sorted({exchange.group for exchange in found if exchange is not None})
+    sites = [site for site in plan.experts if site.weighed]
+    if not groups or not sites:
+        return
+    layers = [(site.fqn, site.match.sizes[1:], site.match.experts, _trains(site)) for site in sites]
+    told = decisions.of_first("weighed", (groups, layers), ["low" if site.low else "high" for site in sites])
+    for site, how in zip(sites, told[1] if told else (), strict=bool(told)):
+        if how == "high" and site.low:
+            site.refusal = Refusal("rank %d, with which it exchanges rows, has left it in high precision", told[0])  # type: ignore[index]
+        elif how == "low":
+            site.refusal = None
+
+
+def compare_ranks(plan: Plan) -> None:
+    """Raise where another rank runs a layer of tensors that go between ranks otherwise."""
+    sites = [site for site in plan.candidates if site.match.between_ranks]
+    if sites:
+        decisions.compare(_layers(sites), list(map(_decided, sites)))
+        changes: list[decisions.Change] = []
+        bodies = Bodies(plan.gm)
+        for site in sites:
+            parameter = parameter_of(site.match, bodies, plan.inputs)[1]
+            if parameter is not None:
+                layer = site.fqn, _trains(site)
+                changes += decisions.changes_of(parameter, _groups(site), layer, _decided(site))
+        decisions.follow(changes)
+
+
+def compare_compiles(plan: Plan) -> None:
+    """Raise where this rank alone could not compile such layers as it had decided, or another rank could not."""
+    sites = [site for site in plan.candidates if site.match.between_ranks]
+    if sites:
+        how = "as the user wrote it, since its compile failed" if plan.outcome.report.failure else "as decided"
+        decisions.compare(_layers(sites), [f"{site.fqn or '(root)'} {how}" for site in sites], "compiled")
+
+
+def _layers(sites: Sequence[Candidate]) -> object:
+    return [(site.fqn, plain(site.match.sizes), _ranks(site), _trains(site)) for site in sites]
+
+
+def _groups(site: Candidate) -> set[tuple[int, ...]]:
+    """The ranks with which a site exchanges tensors."""
+    meshes = [mesh for mesh in map(compat.mesh_of_dtensor, _shared(site)) if mesh is not None]
+    names = map(amax_groups.process_group, site.exchanges)
+    groups = [*(mesh.mesh.flatten().tolist() for mesh in meshes), *map(dist.get_process_group_ranks, names)]
+    return {tuple(sorted(group)) for group in groups}
+
+
+def _shared(site: Candidate) -> list[Any]:
+    """The tensors of a site that ranks share, among others."""
+    nodes = [site.match.gather.shard] if site.match.gather else [site.match.x, site.match.weight]
+    return list(map(value, nodes))
+
+
+def _trains(site: Candidate) -> bool:
+    return bool(value(site.match.node).requires_grad)
+
+
+def _ranks(site: Candidate) -> Any:
+    """Says which ranks' tensors they are, and where each is."""
+    found = []
+    for tensor in _shared(site):
+        mesh = compat.mesh_of_dtensor(tensor)
+        found.append(None if mesh is None else (mesh.mesh.flatten().tolist(), str(tensor.placements)))  # type: ignore[attr-defined]
+    return found, site.exchanges
+
+
+def _decided(site: Candidate) -> str:
+    how = f"in {site.recipe.name}" if site.low and site.recipe else "in high precision"
+    loss = site.match.part(LossPart)
+    how += ", its loss in chunks" if loss is not None and loss.is_taken(site.low) else ""
+    return "; ".join([f"{site.fqn or '(root)'} {how}", *site.wires])
+
+
+def note_forms(agreements: Sequence[Agreement], candidates: Iterable[Candidate]) -> None:
+    """Note the precision of a graph's layers, of which ranks may agree to reduce amaxes together."""
+    sites = [site for site in candidates if site.delayed is not None and not site.match.between_ranks]
+    agreement.note_forms(agreements, [(_layer(site, site.delayed), site.low) for site in sites])
+
+
+def leave_ranks(plan: Plan) -> None:
+    """Raise where this rank alone trains layers otherwise whose amaxes it reduces with others."""
+    bodies, left = Bodies(plan.gm), dict[str, Tensor]()
+    for site in plan.candidates:
+        parameter = parameter_of(site.match, bodies, plan.inputs)[1]
+        if parameter is not None and not (site.low and site.delayed) and value(site.match.node).requires_grad:
+            left[repr(_layer(site, None))] = parameter
+    agreement.leave(left)
+
+
+def form_of(site: Candidate, recipe: Recipe | None) -> bool | None:
+    """Whether ranks that reduce amaxes with this one have a site in low precision, which then stays so for any number
+    of rows; None where none do."""
+    if not isinstance(recipe, DelayedScaling) or site.match.between_ranks:
+        return None
+    return agreement.form_of(_layer(site, recipe))
+
+
+def _layer(site: Candidate, recipe: Recipe | None) -> Hashable:
+    return site.fqn, *site.match.sizes[1:], recipe

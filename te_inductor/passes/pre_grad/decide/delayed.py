@@ -1,7 +1,7 @@
 """What delayed scaling asks of a site: that it can keep state, and the ranks over which its quantizers reduce their
 amaxes, Note [Amax groups]."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,14 +11,12 @@ from torch import distributed as dist
 from te_inductor import compat
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal
-from te_inductor.distributed import agreement, amax_groups
-from te_inductor.distributed.agreement import Agreement
+from te_inductor.distributed import amax_groups
 from te_inductor.distributed.amax_groups import OWN, AmaxGroup
 from te_inductor.distributed.parallel import Parallel
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.owners import owner_of
-from te_inductor.passes.graph.values import value
-from te_inductor.passes.pre_grad.plan import Candidate, Plan
+from te_inductor.passes.pre_grad.plan import Candidate
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.recipes import DelayedScaling, Recipe, resolve
 from te_inductor.runtime.state import store
@@ -67,34 +65,6 @@ def guard_on_moves(sites: Iterable[Candidate], bodies: Bodies, examples: Sequenc
 
 def _is_moved(expected: bool, parameter: Tensor) -> bool:
     return store.is_moved(parameter) is expected
-
-
-def note_forms(agreements: Sequence[Agreement], candidates: Iterable[Candidate]) -> None:
-    """Note the precision of a graph's layers, of which ranks may agree to reduce amaxes together."""
-    sites = [site for site in candidates if site.delayed is not None and not site.match.between_ranks]
-    agreement.note_forms(agreements, [(_layer(site, site.delayed), site.low) for site in sites])
-
-
-def leave_ranks(plan: Plan) -> None:
-    """Raise where this rank alone trains layers otherwise whose amaxes it reduces with others."""
-    bodies, left = Bodies(plan.gm), dict[str, Tensor]()
-    for site in plan.candidates:
-        parameter = parameter_of(site.match, bodies, plan.inputs)[1]
-        if parameter is not None and not (site.low and site.delayed) and value(site.match.node).requires_grad:
-            left[repr(_layer(site, None))] = parameter
-    agreement.leave(left)
-
-
-def form_of(site: Candidate, recipe: Recipe | None) -> bool | None:
-    """Whether ranks that reduce amaxes with this one have a site in low precision, which then stays so for any number
-    of rows; None where none do."""
-    if not isinstance(recipe, DelayedScaling) or site.match.between_ranks:
-        return None
-    return agreement.form_of(_layer(site, recipe))
-
-
-def _layer(site: Candidate, recipe: Recipe | None) -> Hashable:
-    return site.fqn, *site.match.sizes[1:], recipe
 
 
 class GroupsOf:

@@ -67,7 +67,7 @@ def resolve_recipes(plan: Plan) -> None:
             recipe, by_policy = between_ranks.recipe_of(candidate, recipe, weight), True
         if _region(candidate.place.regions).enabled:
             slots = None if recipe is None or recipe.of_stored_weights else recipe.slots_of(candidate.fqn)
-            form = delayed.form_of(candidate, recipe) if candidate.match.node in recording else None
+            form = between_ranks.form_of(candidate, recipe) if candidate.match.node in recording else None
             candidate.precision = Precision(recipe, slots, by_policy or bool(form), moved=moved is not None, form=form)
             if slots is not None and slots.has_own_backward:
                 candidate.match = candidate.match.having(OwnBackward(slots))

@@ -1,6 +1,5 @@
 """Tensors that layers have from other ranks in low precision: weights that the graph gathers (Note [Graph FSDP] in
-ops/sharded_weight.py), and what is left of an exchange of rows that a layer does itself; and the passes that look at what
-other ranks have decided: Note [Ranks that decide]."""
+ops/sharded_weight.py), and what is left of an exchange of rows that a layer does itself."""
 
 import operator
 from collections.abc import Iterable, Sequence
@@ -8,20 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import distributed as dist
 from torch import fx
 
 from te_inductor import compat, ops
-from te_inductor.diagnostics import Refusal
-from te_inductor.distributed import amax_groups, decisions
 from te_inductor.ops import LayerSpec
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.values import value
-from te_inductor.passes.pre_grad.decide.delayed import parameter_of
-from te_inductor.passes.pre_grad.decide.report import plain
-from te_inductor.passes.pre_grad.loss.site import LossPart
-from te_inductor.passes.pre_grad.plan import Candidate, Plan
-from te_inductor.passes.pre_grad.sites import exchanges
+from te_inductor.passes.pre_grad.plan import Candidate
 from te_inductor.passes.pre_grad.sites.exchanges import Exchanges
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.recipes import Quantizer
@@ -102,80 +94,3 @@ def ask_for_sizes(sites: Iterable[Candidate]) -> None:
                 like = graph.call_function(torch.ops.aten.new_empty.default, (found.rows, shape))
             like.meta = dict(found.waited.meta)
             node.replace_input_with(found.waited, like)
-
-
-def follow_ranks(plan: Plan) -> None:
-    """Have experts whose rows go between ranks run as the first rank to compile them has it by its own sizes."""
-    found = [exchanges.in_front(site.match.x) or exchanges.behind(site.match.end) for site in plan.experts]
-    groups = sorted({exchange.group for exchange in found if exchange is not None})
-    sites = [site for site in plan.experts if site.weighed]
-    if not groups or not sites:
-        return
-    layers = [(site.fqn, site.match.sizes[1:], site.match.experts, _trains(site)) for site in sites]
-    told = decisions.of_first("weighed", (groups, layers), ["low" if site.low else "high" for site in sites])
-    for site, how in zip(sites, told[1] if told else (), strict=bool(told)):
-        if how == "high" and site.low:
-            site.refusal = Refusal("rank %d, with which it exchanges rows, has left it in high precision", told[0])  # type: ignore[index]
-        elif how == "low":
-            site.refusal = None
-
-
-def compare_ranks(plan: Plan) -> None:
-    """Raise where another rank runs a layer of tensors that go between ranks otherwise."""
-    sites = [site for site in plan.candidates if site.match.between_ranks]
-    if sites:
-        decisions.compare(_layers(sites), list(map(_decided, sites)))
-        changes: list[decisions.Change] = []
-        bodies = Bodies(plan.gm)
-        for site in sites:
-            parameter = parameter_of(site.match, bodies, plan.inputs)[1]
-            if parameter is not None:
-                layer = site.fqn, _trains(site)
-                changes += decisions.changes_of(parameter, _groups(site), layer, _decided(site))
-        decisions.follow(changes)
-
-
-def compare_compiles(plan: Plan) -> None:
-    """Raise where this rank alone could not compile such layers as it had decided, or another rank could not."""
-    sites = [site for site in plan.candidates if site.match.between_ranks]
-    if sites:
-        how = "as the user wrote it, since its compile failed" if plan.outcome.report.failure else "as decided"
-        decisions.compare(_layers(sites), [f"{site.fqn or '(root)'} {how}" for site in sites], "compiled")
-
-
-def _layers(sites: Sequence[Candidate]) -> object:
-    return [(site.fqn, plain(site.match.sizes), _ranks(site), _trains(site)) for site in sites]
-
-
-def _groups(site: Candidate) -> set[tuple[int, ...]]:
-    """The ranks with which a site exchanges tensors."""
-    meshes = [mesh for mesh in map(compat.mesh_of_dtensor, _shared(site)) if mesh is not None]
-    names = map(amax_groups.process_group, site.exchanges)
-    groups = [*(mesh.mesh.flatten().tolist() for mesh in meshes), *map(dist.get_process_group_ranks, names)]
-    return {tuple(sorted(group)) for group in groups}
-
-
-def _shared(site: Candidate) -> list[Any]:
-    """The tensors of a site that ranks share, among others."""
-    nodes = [site.match.gather.shard] if site.match.gather else [site.match.x, site.match.weight]
-    return list(map(value, nodes))
-
-
-def _trains(site: Candidate) -> bool:
-    return bool(value(site.match.node).requires_grad)
-
-
-def _ranks(site: Candidate) -> Any:
-    """Says which ranks' tensors they are, and where each is."""
-    found = []
-    for tensor in _shared(site):
-        mesh = compat.mesh_of_dtensor(tensor)
-        found.append(None if mesh is None else (mesh.mesh.flatten().tolist(), str(tensor.placements)))  # type: ignore[attr-defined]
-    return found, site.exchanges
-
-
-def _decided(site: Candidate) -> str:
-    how = f"in {site.recipe.name}" if site.low and site.recipe else "in high precision"
-    loss = site.match.part(LossPart)
-    how += ", its loss in chunks" if loss is not None and loss.is_taken(site.low) else ""
-    return "; ".join([f"{site.fqn or '(root)'} {how}", *site.wires])

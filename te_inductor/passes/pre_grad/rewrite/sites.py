@@ -15,7 +15,8 @@ from te_inductor.passes.graph import regions
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.decide import merging, transforms, weight_grads
-from te_inductor.passes.pre_grad.decide.delayed import GroupsOf, guard_on_moves, note_forms
+from te_inductor.passes.pre_grad.decide.between_ranks import note_forms
+from te_inductor.passes.pre_grad.decide.delayed import GroupsOf, guard_on_moves
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.rewrite import between_ranks, delayed, selective
 from te_inductor.passes.pre_grad.rewrite.extras import check_order, keep_copies, take_gradients
