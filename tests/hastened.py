@@ -6,6 +6,10 @@ allows the compiler no arithmetic but IEEE's, so that results have the same bits
 headers and tails take half of what is left; tests that want them take the fixture `vectors`. `--whole`, as in `make
 test-all`, has C++ as users do: a fault of the compiler's own shows there (docs/ledger/tests.md has one).
 
+The compiler is taken to know the processor's instructions. Inductor would compile a probe for some sets of them in each
+folder of caches, and load them by a process each in every process that compiles. Kernels without vectors call nothing
+of torch's libraries, which the linker would read. Those of a graph are one file (tests/one_file.py).
+
 Guards are timed with the processor's caches flushed, 24 ms a graph, and each says which line made it. Each graph is
 printed several times, and each fake mode reads the sources of its stack. So does each seed, for three kinds of devices
 that are not there, which was most of what an empty test cost. Each compile writes all options down as JSON, and Dynamo reads
@@ -40,7 +44,7 @@ def collect_seldom() -> None:
 
 def patches() -> list[Any]:
     """Patches of torch, in the processes of tests."""
-    chosen = [] if WHOLE in os.environ else [_without_optimization(), _without_vectors()]
+    chosen = [] if WHOLE in os.environ else _of_compiles()
     return chosen if "TORCH_LOGS" in os.environ or "TORCH_TRACE" in os.environ else [*chosen, *_without_logs()]
 
 
@@ -59,6 +63,32 @@ def _without_vectors() -> Any:
     from torch._inductor import config
 
     return mock.patch.object(config.cpp, "simdlen", 1)  # bits of a vector
+
+
+def _without_probes() -> Any:
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    return mock.patch.object(VecISA, "check_build", lambda *_: True)
+
+
+def _without_libraries() -> Any:
+    from torch._inductor import config
+    from torch._inductor.cpp_builder import BuildOptionsBase
+
+    given = BuildOptionsBase.get_libraries
+
+    def get_libraries(options: Any) -> list[str]:
+        called = options.get_aot_mode() or config.cpp_wrapper or config.cpp.simdlen != 1  # by functions of vectors
+        return given(options) if called else []
+
+    return mock.patch.object(BuildOptionsBase, "get_libraries", get_libraries)
+
+
+def _of_compiles() -> list[Any]:
+    from tests import one_file
+
+    single = _without_optimization(), _without_vectors(), _without_probes(), _without_libraries()
+    return [*single, *one_file.patches()]
 
 
 def _without_logs() -> list[Any]:
@@ -112,10 +142,13 @@ def _without_logs() -> list[Any]:
 def main() -> None:
     """Compiles the headers of generated C++, as tests want them: while pip works, on a core that it leaves idle."""
     import torch
+    from torch._inductor import config
 
     for patch in patches():
         patch.start()
     torch.compile(torch.sin)(torch.ones(64))
+    with config.patch({"cpp.simdlen": None}):  # as under the fixture `vectors`
+        torch.compile(torch.cos)(torch.ones(64))
 
 
 if __name__ == "__main__":
