@@ -33,6 +33,7 @@ TORCH = (
     *("torch.utils.cpp_extension", "torch.distributed.tensor.experimental", "torch._inductor.runtime.caching"),
     *("te_inductor.lowerings.choices", "te_inductor.passes.joint", "te_inductor.passes.post_grad"),
     *("torch._inductor.compiler_bisector", "torch._dynamo.repro.after_dynamo", "sympy.tensor.tensor"),
+    "sympy.physics.units",  # which sympy asks about what it simplifies
 )
 RANKS = (*TORCH, "torch.distributed.fsdp", "torch.distributed.device_mesh", "pytest")
 TRITON = (*TORCH, "triton", "triton.backends.compiler", "torch._inductor.runtime.triton_heuristics")
@@ -59,7 +60,7 @@ class Server:
     def run(
         self, module: str, *arguments: str, timeout: int = 300, cwd: Path = ROOT, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """Runs what `python -m module arguments` would."""
+        """Runs what `python -m module arguments` would; with "-c" for the module, the first argument is the program."""
         channel = self._connected()
         with tempfile.TemporaryDirectory() as folder:
             outputs = [Path(folder, name) for name in ("stdout", "stderr")]
@@ -106,6 +107,7 @@ class Server:
 
 
 PROGRAMS = Server(RANKS, warm="tests.forked")  # for programs that want torch and the package
+PLAIN = Server(("torch",))  # for those about what is imported behind torch
 
 
 def warm() -> None:
@@ -143,8 +145,9 @@ def serve(modules: list[str], libraries: list[str], warm: str, listening: int, p
         ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
     for name in modules:
         importlib.import_module(name)
-    for patch in hastened.patches():
-        patch.start()
+    if modules != ["torch"]:  # patches import what they patch
+        for patch in hastened.patches():
+            patch.start()
     if warm:
         importlib.import_module(warm).warm()
     hastened.collect_seldom()  # in the programs too, whose collectors then copy no memory of the modules
@@ -189,7 +192,10 @@ def work(asked: dict[str, Any]) -> None:
         os.chdir(asked["cwd"])
         os.environ.update(asked["environment"])
         sys.argv = [asked["module"], *asked["arguments"]]
-        runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
+        if sys.argv[0] == "-c":
+            exec(sys.argv.pop(1), {"__name__": "__main__"})
+        else:
+            runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -1,14 +1,13 @@
 """Nothing depends on torch's default device or default dtype: neither an import, nor a compile, nor a result."""
 
 import ast
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import nn
 
 from te_inductor.numerics import nvfp4
+from tests.forked import PLAIN
 from tests.house import nodes
 
 # What makes a tensor of the default device; and those of the default dtype where none is given.
@@ -54,7 +53,7 @@ for module in pkgutil.walk_packages(te_inductor.__path__, "te_inductor."):
         importlib.import_module(module.name)
 print(sum(type(one) is torch.Tensor for one in gc.get_objects()))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = PLAIN.run("-c", code)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() == "0"
 

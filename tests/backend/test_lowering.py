@@ -1,7 +1,5 @@
 """`lower` on exported programs: they run, are saved and loaded, decomposed, and exported again."""
 
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -14,6 +12,7 @@ import te_inductor
 from te_inductor import autocast, explain, lower, quantize_, recipes
 from te_inductor.errors import FallbackError, FallbackWarning, OptionError
 from te_inductor.passes import pre_grad
+from tests.forked import PLAIN
 from tests.recipes import STATELESS, strict
 from tests.support.layers import linears
 from tests.support.traced_graphs import ours
@@ -261,6 +260,5 @@ def test_another_process_loads_it(tmp_path):
     torch.export.save(lowered, tmp_path / "program.pt2")
     with torch.no_grad():
         torch.save((x, lowered.module()(x)), tmp_path / "tensors")
-    command = [sys.executable, "-c", FRESH, str(tmp_path / "program.pt2"), str(tmp_path / "tensors")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = PLAIN.run("-c", FRESH, str(tmp_path / "program.pt2"), str(tmp_path / "tensors"))
     assert done.returncode == 0, done.stderr[-3000:]

@@ -4,8 +4,6 @@ import ast
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ import te_inductor
 from te_inductor import accuracy_report, config, errors, explain, list_options, recipes
 from te_inductor.backend import te
 from te_inductor.command import doctor
+from tests.forked import PLAIN
 from tests.house import nodes
 
 
@@ -286,7 +285,7 @@ def test_options_that_are_no_dict():
 def test_a_torch_that_is_too_old():
     """One line, and not the first name that it lacks."""
     program = "import torch; torch.__version__ = type(torch.__version__)('2.10.1'); import te_inductor"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = PLAIN.run("-c", program)
     assert done.stderr.splitlines()[-1].startswith(
         "ImportError: te_inductor needs torch 2.11 or later, found 2.10.1; pip"
     )

@@ -23,6 +23,7 @@ from te_inductor.recipes import (
     NVFP4WeightOnly,
     Slots,
 )
+from tests.forked import PLAIN
 from tests.oracle import casts
 
 RECIPES = ["nvfp4_weight_only", "rowwise", "current", "block"]
@@ -70,9 +71,6 @@ def test_state_dict(recipe):
 
 def test_a_process_that_only_imports_the_package_loads(tmp_path):
     """All recipes in one file, by the loader that runs no code of a file's choice."""
-    import subprocess
-    import sys
-
     layers, names = {}, ("nvfp4_weight_only", "current", "rowwise", "block")
     for name in names:
         layers |= {f"{name}.{key}": value for key, value in quantize_(model(), name).state_dict().items()}
@@ -81,8 +79,7 @@ def test_a_process_that_only_imports_the_package_loads(tmp_path):
         "import sys, torch, te_inductor; print('torch._inductor' in sys.modules);"
         "print({type(one).__name__ for one in torch.load(sys.argv[1], weights_only=True).values()})"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "model.pt")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = PLAIN.run("-c", code, str(tmp_path / "model.pt"))
     assert done.returncode == 0, done.stderr[-2000:]
     early, kinds = done.stdout.splitlines()
     assert early == "False" and {"NVFP4Weight", "Float8Weight"} <= eval(kinds)
@@ -482,8 +479,7 @@ def test_a_program_is_loaded_in_another_process(tmp_path):
     quantized, x = quantize_(model(), Float8BlockScaling(w_block_scaling_dim=1)), torch.randn(5, 96)
     torch.export.save(torch.export.export(quantized, (x,)), tmp_path / "program.pt2")
     torch.save((x, quantized(x)), tmp_path / "tensors")
-    command = [sys.executable, "-c", LOADS, str(tmp_path / "program.pt2"), str(tmp_path / "tensors")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = PLAIN.run("-c", LOADS, str(tmp_path / "program.pt2"), str(tmp_path / "tensors"))
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -31,7 +31,8 @@ DAYS_KEPT = 7  # of generated code whose sources have changed
 # rows.
 DEFAULT_TILE = {"XBLOCK": 1, "YBLOCK": 32, "R0_BLOCK": 1024, "RSPLIT_SIZE": 64, "NUM_STAGES": 1, "num_warps": 8}
 
-INTERPRETER = Server(TRITON, TRITON_INTERPRET="1")  # for programs that run kernels in Triton's interpreter
+# For programs that run kernels in Triton's interpreter, with what they import besides.
+INTERPRETER = Server((*TRITON, "triton.experimental.gluon.nvidia.hopper", "pytest"), TRITON_INTERPRET="1")
 
 
 @dataclass(frozen=True)

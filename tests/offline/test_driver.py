@@ -2,10 +2,11 @@
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forked import PROGRAMS
 
 triton = pytest.importorskip("triton")
 
@@ -28,11 +29,6 @@ def driver(tmp_path_factory) -> Path:
 
 def test_launches_are_those_of_triton(driver):
     """Kernels with tensor maps and without are launched from what was kept, also with other addresses."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.offline.driver_launches", str(driver)],
-        cwd=HERE.parents[1],
-        capture_output=True,
-        text=True,
-    )
+    done = PROGRAMS.run("tests.offline.driver_launches", str(driver))
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(set(done.stdout.split())) >= 5

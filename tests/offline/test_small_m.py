@@ -4,7 +4,6 @@ import argparse
 import itertools
 import re
 import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from te_inductor.kernels import fp8_small_m as small_m
 from te_inductor.kernels.problem import Problem, Sizes
 from te_inductor.recipes import Gemm
 from te_inductor.targets import sm90
+from tests.forked import PROGRAMS
 from tests.offline.harness import generate
 from tests.support.cuda_code import TOUCHES, compiled
 from tests.support.kernels import CPU, H200
@@ -171,7 +171,7 @@ assert kernel("te_inductor::nvfp4_linear", "CUDA") and hasattr(torch.ops.te_indu
 def test_registered():
     """No lowering, where a compile cache returns code, runs that could import the kernels it calls. NVFP4's, in Gluon,
     are for its weights alone to import."""
-    done = subprocess.run([sys.executable, "-c", REGISTERED], capture_output=True, text=True)
+    done = PROGRAMS.run("-c", REGISTERED)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
