@@ -88,8 +88,11 @@ def fresh_state(request):
 
     torch._dynamo.reset()
     torch.manual_seed(request.config.getoption("--seed"))
+    collections = gc.get_stats()[2]["collections"]
     yield
     torch._dynamo.reset()
+    if gc.get_stats()[2]["collections"] > collections:
+        gc.freeze()  # what has survived stays: the next test that collects would take a second and more to look through it
 
 
 @pytest.fixture

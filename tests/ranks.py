@@ -12,7 +12,7 @@ A test names the cases that it wants, with their words, and gets by case what ea
         for found in told["sums current"]: ...
 
 Each case has a process group and warnings of its own. Graphs are not compiled (tests/uncompiled.py), except those of
-"compiled CASE"; they go through AOTAutograd where the module's ranks see them, or the case asks for it, or under
+"compiled CASE"; they go through AOTAutograd where the module's ranks see them, or as the case asks for it, and under
 `--whole`. Where a rank fails the others are ended, as they may wait for it."""
 
 import contextlib
@@ -104,12 +104,12 @@ def ranks_on_gpus(module: str, world: int, cases: str, *, timeout: int = 300) ->
 
 @dataclass(frozen=True)
 class How:
-    """How a case runs: how many seconds a rank waits for another one, whether its graphs go through AOTAutograd although
-    no rank sees them, whether it has a process group, and whether that is lost behind the case, which then is the last
-    one."""
+    """How a case runs: how many seconds a rank waits for another one, whether its graphs go through AOTAutograd (None:
+    where the module's ranks see graphs), whether it has a process group, and whether that is lost behind the case, which
+    then is the last one."""
 
     patience: int = 120
-    traced: bool = False
+    traced: bool | None = None
     group: bool = True
     loses_group: bool = False
 
@@ -201,11 +201,14 @@ def one(module: str, world: int, device: str, cases: str, rank: int, folder: str
         os._exit(0)
 
 
-def _told(rank: Rank, compiled: bool, traced: bool, case: Callable[..., Any], words: list[str]) -> dict[str, Any]:
+def _told(
+    rank: Rank, compiled: bool, traced: bool | None, case: Callable[..., Any], words: list[str]
+) -> dict[str, Any]:
     from te_inductor import compat
     from tests import hastened, uncompiled
 
-    traced = traced or type(rank).see is not Rank.see or hastened.WHOLE in os.environ
+    traced = type(rank).see is not Rank.see if traced is None else traced
+    traced = traced or hastened.WHOLE in os.environ
     of_graphs = functools.partial(uncompiled.compile_fx, see=rank.see) if traced else uncompiled.run_rewritten
     compile_fx = compat.compile_fx if compiled else of_graphs
     with contextlib.ExitStack() as stack:

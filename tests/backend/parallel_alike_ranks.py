@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import fx
+from torch import Tensor, fx, nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 import te_inductor
@@ -24,7 +24,31 @@ from te_inductor.runtime.state.state_inputs import StateInputs
 from tests import uncompiled
 from tests.backend.parallel_ranks import Rank, off
 from tests.ranks import how
-from tests.support.parallel_layers import BATCH, LENGTH, OWN_AND_SHARED, SEQUENCE, WIDTH, Mlp, Outer, OwnAndShared
+from tests.support.parallel_layers import (
+    BATCH,
+    HIDDEN,
+    LENGTH,
+    OWN_AND_SHARED,
+    SEQUENCE,
+    WIDTH,
+    Mlp,
+    Outer,
+    OwnAndShared,
+)
+
+
+class Pair(nn.Module):
+    """Two layers, for cases that compile them often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+PAIR = {name: SEQUENCE[name] for name in ("up", "down")}
 
 
 def masked(rank: Rank) -> Any:
@@ -53,8 +77,8 @@ def first_step(rank: Rank, *may: str) -> Any:
     from te_inductor import lowerings
     from te_inductor.passes.graph import interpreted
 
-    model = Outer(Mlp())
-    parallelize_module(model.layers[0], rank.mesh, SEQUENCE)
+    model = Pair()
+    parallelize_module(model, rank.mesh, PAIR)
     x, dy = (rank.part(torch.randn(BATCH, LENGTH, WIDTH), 1) for _ in range(2))
     run, graphs = rank.te(model, recipe=DelayedScaling(amax_history_len=4)), {"interpreted": 0, "compiled": 0}
 
@@ -98,8 +122,8 @@ def cached_first_step(rank: Rank) -> Any:
         assert world is not None
         world.interpreted.clear()  # as in a new process
         torch.manual_seed(0)
-        model = Outer(Mlp())
-        parallelize_module(model.layers[0], rank.mesh, SEQUENCE)
+        model = Pair()
+        parallelize_module(model, rank.mesh, PAIR)
         run = rank.te(model, recipe=DelayedScaling(amax_history_len=4))
         with (
             mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": f"{rank.folder}/caches{rank.rank}"}),
@@ -211,6 +235,7 @@ def decides(rank: Rank) -> Any:
     return told
 
 
+@how(traced=False)
 def changes(rank: Rank, alone: str) -> Any:
     """What ranks are told that come to run their layers in high precision, behind some in low precision: all of them, or
     the first one "alone"."""
@@ -232,6 +257,7 @@ def changes(rank: Rank, alone: str) -> Any:
             dist.barrier()
 
 
+@how(traced=False)
 def loads_other(rank: Rank) -> Any:
     """What ranks are told that have loaded other scales than each other."""
     model, x = OwnAndShared(), torch.randn(LENGTH, WIDTH)

@@ -18,7 +18,7 @@ from te_inductor import ops
 from te_inductor.distributed import low_precision_all_gather
 from te_inductor.recipes import DelayedScaling
 from tests import ranks
-from tests.ranks import of_the_first_rank
+from tests.ranks import how, of_the_first_rank
 from tests.support.parallel_layers import (
     BATCH,
     HIDDEN,
@@ -226,6 +226,7 @@ def loss(rank: Rank, recipe: str) -> Any:
     return {"off": [off(a.detach(), b.detach()) for a, b in pairs], "low": low, "wire": rank.wire(graphs)}
 
 
+@how(traced=False)
 def refused(rank: Rank) -> Any:
     """Why; each runs in high precision all the same."""
     whole, grid = [Replicate()], init_device_mesh("cpu", (rank.world // 2 or 1, 2), mesh_dim_names=("dp", "tp"))
