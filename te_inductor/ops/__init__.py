@@ -22,7 +22,7 @@ from te_inductor.ops.casts import (
     transpose,
     values,
 )
-from te_inductor.ops.delayed import delayed_step, read_scales, record_amax, update_scales
+from te_inductor.ops.delayed import delayed_step, read_scales, record_amax, scale_at, update_scales
 from te_inductor.ops.fixed_order import fixed_attention, fixed_linear, fixed_mm
 from te_inductor.ops.gemm import accumulate_wgrad, defer_wgrad, product, scaled_mm
 from te_inductor.ops.grouped import (

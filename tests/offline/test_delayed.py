@@ -50,6 +50,24 @@ def test_one_kernel_a_quantized_tensor(training: Generated) -> None:
     assert sorted(counts for counts in backward if counts != (0, 0)) == [(1, 0)] * 4 + [(2, 1), (5, 1)]
 
 
+def test_layers_share_kernels(training: Generated) -> None:
+    """A scale is a buffer of its own, whose place among the others no kernel has in its code: gate, up and down, which are
+    equal in number, are cast by one kernel, and so are those of any other block. Products read the same buffers."""
+    for kernel in training.kernels:
+        assert not re.search(r"tl\.load\(\w+ \+ \([1-9]\d*\)\)", kernel.body), kernel.name
+    for source in training.sources:
+        numbers = re.findall(r"(\w+) = reinterpret_tensor\(\w+, \(1, 1\), \(1, 1\), \d+\)  # alias", source)
+        others = [line for line in source.splitlines() if "(1, 1), (1, 1), " in line and "# alias" not in line]
+        assert len(numbers) == len(set(numbers)) > 2 and not others
+        assert not any(re.search(rf"del {name}\b|= {name}\b.*# reuse", source) for name in numbers)
+
+
+def test_a_step_without_a_backward_copies_no_state() -> None:
+    """Frozen layers in a program that has not left grad mode record amaxes."""
+    [source] = generate("every_family", 90).sources
+    assert "record_amax" in source and "aten.clone" not in source and "aten.copy_]" not in source
+
+
 def test_a_norm_writes_its_row_copy_from_one_read(training: Generated) -> None:
     [norm] = [k for k in training.kernels if "rsqrt" in k.name and "tl.float8" in k.body]
     assert norm.tile == {"XBLOCK": 1, "num_warps": 4} and "for r0_offset" not in norm.body

@@ -1,4 +1,10 @@
-"""Quantization in Inductor IR, so that it fuses with whatever produces the tensor."""
+"""Quantization in Inductor IR, so that it fuses with whatever produces the tensor.
+
+# Note [Numbers of one tensor]
+The scales of a step are one tensor. A kernel that read it would have the place of its scale in its code, so that layers
+had no kernel in common: each would be another one for Triton to compile, and the more the deeper the model is. So each
+number is a buffer, which the wrapper makes of the tensor, at no launch; of two dimensions, as a library that multiplies
+has it. Nothing may be written to it, or be put where it was."""
 
 import functools
 from collections.abc import Sequence
@@ -254,6 +260,36 @@ def _wanted() -> list[bool]:
     """Whether somebody reads the row copy that the node makes with a scale of its own, and the column copy."""
     read = _outputs_read()
     return [bool(read & outputs) for outputs in ({0, 1}, {2, 3})]
+
+
+class _Place(ir.NonOwningLayout):
+    """The place of a number in another buffer."""
+
+    def maybe_guard_aligned(self) -> bool:
+        return True  # they are 16 bytes apart
+
+
+class _Number(ir.NopKernel):
+    """A number of another buffer: Note [Numbers of one tensor]."""
+
+    def get_inputs_that_alias_output(self) -> Sequence[str]:
+        return [self.inputs[0].get_name()]  # type: ignore[union-attr]
+
+    def should_allocate(self) -> bool:
+        return True
+
+
+@lowering(ops.scale_at)
+def scale_at(read: ir.TensorBox, place: int) -> ir.TensorBox:
+    read.realize()
+    device, dtype = read.get_device_or_error(), read.get_dtype()
+    at = ir.FixedLayout(device, dtype, [1, 1], [1, 1], read.get_stride()[0] * place)
+    view = ir.ReinterpretView(data=read.data, layout=at)
+    number = _Number(name=None, layout=_Place(view), inputs=[read.data.data])  # type: ignore[attr-defined]
+    number.name = V.graph.register_buffer(number)
+    V.graph.register_operation(number)
+    V.graph.never_reuse_buffers.add(number.name)
+    return lowerings[aten.view](ir.TensorBox(ir.StorageBox(number)), [])  # type: ignore[no-any-return]
 
 
 @lowering(ops.record_amax)

@@ -94,8 +94,10 @@ class InductorMatrices(Matrices):
         whole = b.get_size()[0] == columns
         fused_bias = bias if bias is not None and whole and bias.get_dtype() == out_dtype == torch.bfloat16 else None
         # Inductor takes a number that is part of a tensor for the tensor, where the number has no dimensions.
-        views = [lowerings[aten.view](one, one.get_size() or [1, 1]) for one in (a_scale, transposed(self, b_scale))]
-        operands = (a, transposed(self, b), *views, fused_bias)
+        scales = [a_scale, transposed(self, b_scale) if b_scale.get_size() else b_scale]
+        if any(isinstance(one.data, ir.BaseView) for one in scales):
+            scales = [lowerings[aten.view](one, one.get_size() or [1, 1]) for one in scales]
+        operands = (a, transposed(self, b), *scales, fused_bias)
         with nullcontext() if measured else config.patch(max_autotune=False, max_autotune_gemm=False):
             y = lowerings[aten._scaled_mm.default](*operands, out_dtype=out_dtype, use_fast_accum=gemm.fast_accum)
         if not whole:

@@ -2,6 +2,8 @@
 have stored weights are left as they are.
 """
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -10,6 +12,9 @@ from te_inductor.errors import StateError
 from te_inductor.passes.graph import activations, casts
 from te_inductor.passes.graph.casts import where_quantized
 from te_inductor.passes.post_grad import async_tp, padded_rows, rotary_tables
+from te_inductor.runtime.eager.delayed import APART
+
+_SELECT = torch.ops.aten.select.int
 
 
 def check_scales(graph: fx.Graph) -> None:
@@ -36,9 +41,42 @@ def release_scales(graph: fx.Graph) -> None:
             node.update_kwarg("read", None)
 
 
+def read_scales_first(graph: fx.Graph) -> None:
+    """Puts the read of a step's scales to its begin again. Where there is no backward, Inductor has moved it to its first
+    reader, behind a record of an amax, which then would copy its state, there and back."""
+    first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+    for node in graph.find_nodes(op="call_function", target=ops.read_scales):
+        first.prepend(node)
+
+
+def part_scales(graph: fx.Graph) -> None:
+    """Has kernels read each of a step's scales as a buffer: Note [Numbers of one tensor]."""
+    for read in list(filter(_has_scales, graph.nodes)):
+        for row in [user for user in read.users if user.target is _SELECT]:
+            with graph.inserting_before(row):
+                scale = graph.call_function(ops.scale_at, (read, row.args[2]))
+            for number in list(row.users):
+                scale.meta = dict(number.meta)
+                number.replace_all_uses_with(scale)
+                graph.erase_node(number)
+            graph.erase_node(row)
+
+
+def _has_scales(node: fx.Node) -> bool:
+    """Whether it has a step's scales: in the forward the op's result, in the backward what was saved of it."""
+    found: Any = node.meta.get("val")
+    saved = node.op == "placeholder" and isinstance(found, torch.Tensor) and found.stride() == (APART, 1)
+    rows = [user for user in node.users if user.target is _SELECT]
+    numbers = [number for row in rows for number in row.users]
+    return (saved or node.target is ops.read_scales) and all(
+        one.target is _SELECT and one.args[1] == 0 and (one in rows or one.args[2] == 0) for one in [*rows, *numbers]
+    )
+
+
 PASSES = (
     check_scales,
     release_scales,
+    read_scales_first,
     where_quantized(casts.share),
     where_quantized(activations.share_sigmoids),
     where_quantized(rotary_tables.keep),
@@ -46,4 +84,5 @@ PASSES = (
     async_tp.expose,  # before what would take a product for a kernel of ours
     *fused.folds("post_grad"),
     where_quantized(activations.fold_gelu),  # of what no kernel above has taken
+    where_quantized(part_scales),
 )

@@ -38,6 +38,14 @@ def read_scales(
     return found
 
 
+def scale_at(
+    read: Tensor,  # what `read_scales` returned
+    place: int,
+) -> Tensor:  # ()
+    """The number of a place, as a tensor of its own: Note [Numbers of one tensor]."""
+    return read[place, 0].clone()
+
+
 def record_amax(
     pieces: list[Tensor],
     amax: Written,  # (), or state, which begins with it
