@@ -58,6 +58,12 @@ MUTATIONS = [
         ".index_put((order,), places).view(each, -1).t()",
         ("tests/numerics/test_grouped.py", "-k", "places"),
     ),
+    Mutation(
+        "a gradient that autograd is to have in fp32 is rounded to the weight's dtype first",
+        "return replace(gradient, dtype=torch.float32).laid_out()",
+        "return [None if one is None else one.float() for one in gradient.laid_out()]",
+        ("tests/backend/test_grad_dtype.py",),
+    ),
     # launches
     Mutation(
         "a kernel that was compiled for the integer one is launched with others",
@@ -175,5 +181,17 @@ MUTATIONS = [
         "first = (p - tl.sum(tl.where(mine, last - tiles, 0), 0)) * ROWS",
         "first = p * 0",
         ("tests/offline/test_experts_decode.py", "-k", "interpreted"),
+    ),
+    Mutation(
+        "parts of K that differ by a block begin where equal ones would",
+        "        first = split * BLOCKS // SPLITS\n        turns = (split + 1) * BLOCKS // SPLITS - first\n",
+        "        first, turns = split * (BLOCKS // SPLITS), BLOCKS // SPLITS\n",
+        ("tests/offline/test_gluon.py", "-k", "prompts"),
+    ),
+    Mutation(
+        "a product of experts lacks the scale of its right tensor",
+        "    if OF_B == 0:\n        y *= gl.load(b_scale, mask=live, other=0.0)\n",
+        "",
+        ("tests/offline/test_grouped_mm.py", "-k", "wgrad or groups"),
     ),
 ]

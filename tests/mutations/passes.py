@@ -217,6 +217,12 @@ MUTATIONS = [
         'operators.read(row).name != "getitem"',
         ("tests/backend/test_output_loss.py",),
     ),
+    Mutation(
+        "values that a program holds in FP8 are read behind a write as they were in front of it",
+        "    return None if writes.between(nodes, min(nodes), match.node) else found\n",
+        "    return found\n",
+        ("tests/backend/test_held_weights.py",),
+    ),
     # graphs of forward and backward, and checkpoints
     Mutation(
         "a product that AOTAutograd has marked as a backward's is taken for a layer",

@@ -23,6 +23,12 @@ MUTATIONS = [
         ("tests/backend/test_ranks.py",),
     ),
     Mutation(
+        "a rank that does something else later on takes the amaxes of other layers",
+        "        if number in self.met:\n",
+        "        if False:\n",
+        ("tests/backend/test_late_ranks.py", "-k", "forward"),
+    ),
+    Mutation(
         "replicas of a pipeline's stage leave their amaxes to a forward that never comes",
         "    return ddp in _in_pipelines\n",
         "    return False\n",
@@ -57,6 +63,18 @@ MUTATIONS = [
         "    check_before_each(_refuse_step)\n",
         "",
         ("tests/backend/test_deferred_wgrads.py",),
+    ),
+    Mutation(
+        "gradients that wait outlive a zero_grad",
+        "compat.after_zero_grad(_forget)\n",
+        "",
+        ("tests/backend/test_deferred_wgrads.py", "-k", "thrown_away"),
+    ),
+    Mutation(
+        "gradients that wait are added to those of the next batch where the program has set the others to None",
+        "    _look(queue for queue in queues if queue not in running.queues)\n",
+        "",
+        ("tests/backend/test_deferred_wgrads.py", "-k", "by_hand"),
     ),
     Mutation(
         "main_grad is overwritten",
@@ -124,6 +142,12 @@ MUTATIONS = [
         "                steps[0] += 1\n",
         "                steps[0] += 0\n",
         ("tests/backend/test_rollouts.py", "-k", "fused"),
+    ),
+    Mutation(
+        "a rollout does not see that a buffer of weights was written behind a step of others",
+        "_any_steps if in_buffer else ",
+        "",
+        ("tests/backend/test_rollouts.py", "-k", "buffer"),
     ),
     Mutation(
         "graphs of a model whose weights are stored already let a view's be stale",
