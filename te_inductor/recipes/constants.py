@@ -16,7 +16,7 @@ import weakref
 from typing import Any, TypeVar
 
 import torch
-from typing_extensions import dataclass_transform
+from typing_extensions import Self, dataclass_transform
 
 from te_inductor.compat import ConstantMeta, register_constant
 from te_inductor.errors import RecipeError, wrong_type
@@ -47,6 +47,10 @@ class Constant(metaclass=ConstantMeta):  # type: ignore[metaclass]
 
     def __hash__(self) -> int:
         return hash(self.key())
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Nothing in it can change. Dynamo copies what it guards on, and compares what is the same object at once."""
+        return self
 
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
         """Source that rebuilds this object, and the names that the source uses."""

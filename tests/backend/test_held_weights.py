@@ -85,11 +85,46 @@ def test_a_scale_on_another_device_is_no_operand(device):
 
     def backend(gm, inputs):
         [linear] = gm.graph.find_nodes(op="call_function", target=F.linear)
-        found.append(held._read(linear.args[1]))
+        found.append(held._read(linear.args[1], []))
         return gm.forward
 
     torch.compile(layer, backend=backend)(torch.empty(16, 32, device="meta"))
     assert [one is None for one in found] == [device == "cpu"]
+
+
+class Wide(Stored):
+    """Its weight is dequantized in fp32, and cast."""
+
+    def forward(self, x):
+        return F.linear(x, self.dequantized(torch.float32).to(x.dtype))
+
+
+@pytest.mark.parametrize("recipe, shape", FORMS.values(), ids=FORMS.keys())
+def test_values_that_are_dequantized_in_fp32(recipe, shape):
+    layer = Wide(shape)
+    y = te(layer, recipe=recipe)(torch.eye(32, dtype=torch.bfloat16))
+    exact = layer.weight.double() * (1.0 if shape is None else layer.scale.double())
+    assert torch.equal(y.t(), exact.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("place, wide", [("values", False), ("values", True), ("product", False), ("product", True)])
+def test_what_is_written_on_the_way_is_cast(place, wide):
+    """A change in place of what the program dequantizes to is the layer's, and is in none of its operands."""
+
+    class Doubled(Stored):
+        def forward(self, x):
+            values = self.weight.to(torch.float32 if wide else x.dtype)
+            if place == "values":
+                values.mul_(2)
+            product = values * self.scale.to(values.dtype)
+            if place == "product":
+                product.mul_(2)
+            return F.linear(x, product.to(x.dtype) if wide else product)
+
+    layer = Doubled(())
+    y = te(layer, recipe="current", fallback="silent")(torch.eye(32, dtype=torch.bfloat16))
+    exact = 2 * layer.dequantized(torch.float32)
+    assert torch.allclose(y.t().float(), exact, rtol=2.0**-3, atol=2.0**-8 * float(exact.abs().max()))
 
 
 def test_values_that_change():

@@ -1,12 +1,14 @@
 """FSDP2 gathers weights in FP8: two to four real processes, gloo, CPU. Cases: gather_ranks.py."""
 
 import contextlib
+import inspect
 import pickle
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from te_inductor.distributed.fsdp.rounds import Weight
 from te_inductor.errors import FallbackError, GatherError, OptionError, RecipeError
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.recipes import resolve
@@ -214,3 +216,12 @@ def test_graphs_of_gathered_weights_have_keys_in_torchs_caches():
     assert keys[0] == keys[1] != keys[2]
     with pytest.raises(GatherError, match="pickled"):
         pickle.dumps(weight(128, contextlib.nullcontext()))
+
+
+def test_fsdp_is_told_the_signature_of_a_hook():
+    """It asks for that at each gather, and Python takes longer to find it out than the hook takes to run."""
+    weight = Weight("layer", None, resolve("current"), resolve("current").slots().weight)
+    before, after = weight.hooks
+    assert inspect.signature(before) is before.__signature__
+    assert list(inspect.signature(before).parameters) == ["mesh", "outer_size", "outer_stride", "module", "mp_policy"]
+    assert list(inspect.signature(after).parameters) == ["gathered", "metadata", "dtype", "out"]

@@ -12,6 +12,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from te_inductor import explain
+from te_inductor.compat.wrappers import Gathered
 from te_inductor.distributed.parallel import Parallel
 from te_inductor.passes.pre_grad.decide import size_rule
 from te_inductor.passes.pre_grad.decide.cast_costs import BackwardGemm, Layer, Layers, casts_of
@@ -343,6 +344,20 @@ def test_what_limits_a_graph(monkeypatch):
         ]
     [reason] = reasons[0]
     assert "the host would take 2.48 ms to launch this graph" in reason and reasons[1:] == [{"None"}] * 3
+
+
+def test_hooks_of_shards_limit_a_graph(monkeypatch):
+    """FSDP2's, which the host runs around each parameter of a graph, and not around others."""
+    rated(monkeypatch)
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        model, x = Block(2048, 8192), torch.randn(1, 4096, 2048)
+        for whole, reason in (
+            ([*nn.Linear(8, 8).parameters()], "None"),
+            ([*model.parameters()], "the host would take"),
+        ):
+            monkeypatch.setattr(size_rule.compat, "gathered", lambda: [Gathered((), one) for one in whole])  # noqa: B023
+            found = {str(site.reason) for site in explain(model, x, options={"recipe": "delayed"}).sites}
+            assert all(reason in one for one in found)
 
 
 NARROW_MODELS = ("smollm-360m", "qwen3-0.6b", "bert-large", "vit-huge")

@@ -20,7 +20,7 @@ from te_inductor.errors import GatherError, OptionError, RecipeError, wrong_type
 from te_inductor.passes.pre_grad.decide.policy import Policy
 from te_inductor.passes.pre_grad.sites import requirements
 from te_inductor.presentation.paths import grouped, names_of, without_wrappers
-from te_inductor.recipes import DelayedScaling, Float8RowwiseScaling, Recipe
+from te_inductor.recipes import DelayedScaling, Float8RowwiseScaling, Quantizer, Recipe
 from te_inductor.runtime.hooks import tell_after_each
 
 
@@ -73,7 +73,7 @@ def _chosen(
     """The weights that are to be gathered so, and what is to be said of the others."""
     paths = {module: without_wrappers(name) for name, module in model.named_modules()}
     parents = {child: module for module in model.modules() for child in module.children()}
-    weights, said = list[Weight](), list[str]()
+    weights, said, quantizers = list[Weight](), list[str](), dict[Recipe, Quantizer]()
     for shard in shards:
         names = [paths[module] for module, name in shard.modules if isinstance(module, nn.Linear) and name == "weight"]
         if not names or len(shard.shape) != 2:
@@ -85,7 +85,7 @@ def _chosen(
             continue
         refusal = _refusal(shard, wanted, len(names))
         if refusal is None:
-            weights.append(Weight(names[0], shard, wanted))
+            weights.append(Weight(names[0], shard, wanted, quantizers.setdefault(wanted, wanted.slots().weight)))
         else:
             said.append(f"te_inductor: {names[0] or '(root)'} is gathered in high precision: {refusal}")
     return weights, said

@@ -26,13 +26,13 @@ from torch import Tensor
 from torch.autograd import _unsafe_preserve_version_counter  # type: ignore[attr-defined]
 
 from te_inductor import compat
-from te_inductor.compat.fsdp import ShardedParameter
+from te_inductor.compat.fsdp import Hook, ShardedParameter
 from te_inductor.distributed.fsdp.casts import cast_rows
 from te_inductor.distributed.fsdp.scales import KINDS, ScalesOf
 from te_inductor.errors import GatherError
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.presentation.paths import grouped
-from te_inductor.recipes import Recipe
+from te_inductor.recipes import Quantizer, Recipe
 
 
 @dataclass(eq=False)
@@ -42,7 +42,9 @@ class Weight:
     name: str
     shard: ShardedParameter
     recipe: Recipe
+    quantizer: Quantizer  # the recipe's for weights; one object for all, which guards then compare at once
     rounds: "Rounds" = field(init=False)
+    together: list["Weight"] = field(init=False)  # what FSDP gathers at once, itself among them
     scale: Tensor | None = None  # of this round
     scale_inv: Tensor | None = None
     rows: Tensor | None = None  # bytes, cast in this round
@@ -51,9 +53,12 @@ class Weight:
     noted: int = 0  # the same, where its kind of scales knows
     given: Tensor | None = None  # the scale_inv that the gathered weight has
 
+    def __post_init__(self) -> None:
+        self.hooks = Hook(self.before_gather), Hook(self.after_gather)
+
     def attach(self) -> None:
         """Have FSDP call us; again where another tensor has taken the shard's place."""
-        self.shard.hook(self.before_gather, self.after_gather)
+        self.shard.hook(*self.hooks)
 
     def __deepcopy__(self, memo: Any) -> "Weight":
         """A copied shard has these hooks too, and nobody calls them."""
@@ -74,7 +79,7 @@ class Weight:
         elif self.rows is None:
             self.rounds.begin_if_stale()
         if self.rows is None:
-            self.rounds.cast([one for one in self.rounds.weights if one.shard.group is self.shard.group])
+            self.rounds.cast(self.together)
         assert self.rows is not None
         return (self.rows,), None
 
@@ -92,12 +97,12 @@ class Weight:
                     made.scale_inv.copy_(self.rows_scale_inv)
                 self.given = self.rows_scale_inv
             return None
-        shape, element = self.shard.shape, self.recipe.slots().weight.format.dtype
+        shape, element = self.shard.shape, self.quantizer.format.dtype
         values = gathered[0].view(-1, shape[1])[: shape[0]].view(element)
         with torch.inference_mode(False), torch.no_grad():
             scale_inv = self.rows_scale_inv.clone()
         self.given = self.rows_scale_inv
-        return GatheredWeight(values, scale_inv, shape, dtype, self.recipe), ()
+        return GatheredWeight(values, scale_inv, shape, dtype, self.recipe, self.quantizer), ()
 
 
 class Rounds:
@@ -111,10 +116,12 @@ class Rounds:
         self.stale = True
         self.trains = True
         self.kinds: list[tuple[ScalesOf, list[Weight]]] = []
+        self.places: dict[Any, list[tuple[int, list[int]]]] = {}  # of what is gathered at once: kinds, and where there
         self._reduction: Any = None  # while it runs
         self._reduced: list[Tensor] = []
-        for weight in weights:
-            weight.rounds = self
+        for together in grouped(weights, lambda weight: weight.shard.group).values():
+            for weight in together:
+                weight.rounds, weight.together = self, together
 
     def before_forward(self, trains: bool) -> None:
         """The model's forward starts."""
@@ -165,6 +172,8 @@ class Rounds:
         if self.kinds:
             return
         for recipe, weights in grouped(self.weights, lambda weight: weight.recipe).items():
+            for group, places in grouped(range(len(weights)), [one.shard.group for one in weights].__getitem__).items():
+                self.places.setdefault(group, []).append((len(self.kinds), places))
             self.kinds.append((KINDS[type(recipe)]([weight.shard for weight in weights], recipe), weights))
 
     @torch.no_grad()
@@ -173,12 +182,10 @@ class Rounds:
         self._wait()
         if weight.noted == self.number:
             return
-        for (kind, weights), reduced in zip(self.kinds, self._reduced, strict=True):
-            places = [i for i, one in enumerate(weights) if one.shard.group is weight.shard.group]
-            for place in places:
-                weights[place].noted = self.number
-            if places:
-                kind.note_gathered(places, reduced)
+        for one in weight.together:
+            one.noted = self.number
+        for number, places in self.places[weight.shard.group]:
+            self.kinds[number][0].note_gathered(places)
 
     def _wait(self) -> None:
         if self._reduction is not None:
@@ -189,8 +196,6 @@ class Rounds:
     def cast(self, weights: Sequence[Weight]) -> None:
         """The rows of weights that are gathered at once."""
         with torch.inference_mode(False):
-            rows = cast_rows(
-                [(one.shard, one.recipe.slots().weight, one.scale) for one in weights if one.scale is not None]
-            )
+            rows = cast_rows([(one.shard, one.quantizer, one.scale) for one in weights if one.scale is not None])
         for weight, copy in zip(weights, rows, strict=True):
             weight.rows, weight.rows_scale_inv = copy, weight.scale_inv

@@ -27,7 +27,7 @@ Scales = tuple[Sequence[Tensor], Sequence[Tensor]]  # of each weight: what it is
 def amaxes_of(shards: Sequence[ShardedParameter]) -> Tensor:  # (weights,) fp32
     """The largest magnitude of each shard as it would be gathered; infinite where it has a value that is not finite."""
     # Rounding is monotonous: the largest of rounded values is the largest value, rounded.
-    found = torch.stack([norm.float() for norm in torch._foreach_norm([one.data for one in shards], torch.inf)])
+    found = torch.stack(torch._foreach_norm([one.data for one in shards], torch.inf))
     return _visible(found.to(shards[0].dtype).float())
 
 
@@ -58,8 +58,8 @@ class ScalesOf:
         """Whether `scales` reads the numbers, so that they have to be there before a weight is cast."""
         return True
 
-    def note_gathered(self, places: Sequence[int], reduced: Tensor) -> None:
-        """Some of the weights, by their places, have been gathered for a forward, and the numbers are there."""
+    def note_gathered(self, places: Sequence[int]) -> None:
+        """Some of the weights, by their places, have been gathered for a forward, and the reduced numbers are there."""
 
 
 class CurrentScales(ScalesOf):
@@ -107,6 +107,7 @@ class EarlierScales(ScalesOf):
         self.loads: list[int] | None = None
         self.verifies = True
         self.lacking: list[bool] = []
+        self.amaxes: Sequence[Tensor] = ()  # of this round, one a weight
 
     def measure(self, records: bool) -> Tensor:
         loads = [state.loads for state in self.states]
@@ -129,6 +130,7 @@ class EarlierScales(ScalesOf):
         return self.verifies or any(self.lacking)
 
     def scales(self, reduced: Tensor) -> Scales:
+        self.amaxes = reduced[: len(self.states)].unbind()
         if self.verifies:
             self._verify(*reduced.chunk(3)[1:])
         scale, scale_inv = self.state_scales.clone(), self.state_scales.reciprocal()
@@ -158,10 +160,10 @@ class EarlierScales(ScalesOf):
                 " call te_inductor.load_state_dict with each rank's own state, on all ranks or on none"
             )
 
-    def note_gathered(self, places: Sequence[int], reduced: Tensor) -> None:
+    def note_gathered(self, places: Sequence[int]) -> None:
         if self.records:
-            amaxes = reduced.unbind()
-            torch._foreach_copy_([self.states[place].amax for place in places], [amaxes[place] for place in places])
+            noted = [self.states[place].amax for place in places], [self.amaxes[place] for place in places]
+            torch._foreach_copy_(*noted)
             self.recorded = True
 
 

@@ -15,7 +15,9 @@ both over a graph, by the rates of the device (targets/sm90.py):
 
 The device's time in bf16 is that of all matrix products, and of moving what else the graph makes: twice its bytes in
 training, once in inference. Attention is not in it, so the rule errs towards high precision. The host launches two
-kernels a GEMM (two Llama blocks: 87, of which 42 are GEMMs), and those of the casts.
+kernels a GEMM (two Llama blocks: 87, of which 42 are GEMMs), and those of the casts. Under FSDP2 it runs hooks, too, for
+each parameter: of four Llama blocks with 36 they took 13 of 20 ms a step, where each launch takes 40 us (H200,
+2026-11-29). With 2048 tokens a rank these blocks took 1.18 times as long as in bf16 on two H200s.
 
 `SHARE` covers what estimates were too high by, in parts of the GEMMs' time: at most 0.21, of SmolLM-360M under delayed
 scaling before the end of its step was one kernel (H100, 16384 tokens), which was expected to gain 0.26 and gained 0.05;
@@ -24,12 +26,13 @@ more than is expected since (H200, 2026-11-26). docs/performance.md has estimate
 tests/backend/test_size_rule.py holds them together.
 
 Experts are weighed by what whole layers of them took (H100, 16384 tokens, 2026-11-25; docs/performance.md): with 8
-experts of 14336 casts are little; with 128 of 768 the weights of all experts are cast for the work of a few tokens each,
-and what the casts cost was, with current scaling, rows or blocks, 4 bytes an element of all operands at the speed of
-memory, and with delayed scaling less than 2. There the saving has to be above that. Experts narrower than
+experts of 14336 casts are little; with 128 of 768 the weights of all experts are cast for the work of a few tokens
+each, and what the casts cost was, with current scaling, rows or blocks, 4 bytes an element of all operands at the speed
+of memory, and with delayed scaling less than 2. There the saving has to be above that. Experts narrower than
 `NARROW_EXPERTS` have not been measured. The host, which enters Python for each of their products, takes 6 ms to launch
 a layer forward and backward: at 8192 tokens such a layer took 1.11 times as long as in bf16, and at 4096 2.1 times
-(`delayed`; H200 with a slow host, 2026-11-26). They are weighed like `EXPERTS_LAUNCHES` kernels a product.
+(`delayed`; H200 with a slow host, 2026-11-26; 1.16 times at 4096 on another, 2026-11-29). They are weighed like
+`EXPERTS_LAUNCHES` kernels a product.
 
 Layers that are sharded over several GPUs (tensor parallelism) are weighed by what one rank multiplies. Llama-8B's on
 two H200s, all of which pass, took 0.67 times as long as in bf16 (2026-11-26). Of DTensors the graph's time counts the
@@ -51,7 +54,7 @@ from torch import fx
 from torch._inductor import config
 from torch.utils import _pytree as pytree
 
-from te_inductor import targets
+from te_inductor import compat, targets
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.operators import name
 from te_inductor.passes.graph.values import requires_grad, value
@@ -81,6 +84,8 @@ EXPERTS_FLOPS, EXPERTS_BYTES = 1250e12, 2.6e12  # per second; with these, expert
 EXPERTS_MOVED: dict[Scales, int] = {"known": 2, "tensor": 4, "rows": 4, "blocks": 4}  # bytes an element of all operands
 EXPERTS_LAUNCHES = 15  # of Inductor's kernels: as long the host takes for a product of experts and its casts
 _LAUNCHES_OF_A_GEMM = 2  # itself, and what else is launched for it: two Llama blocks have 87 launches, 42 of GEMMs
+# FSDP2's hooks around one parameter take the host as long as so many of Inductor's kernels, without a backward and with.
+_LAUNCHES_OF_A_SHARD = {False: 3, True: 9}
 _MOVED = {False: 1, True: 2}  # times the bytes that nodes make, by whether the graph is trained
 _LINK = 4e11  # bytes a second of an exchange between two H200s of one host (2026-11-26)
 _CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
@@ -338,7 +343,10 @@ def _seconds_of_host(plan: Plan, rates: targets.Rates, more: int) -> float | Non
     graphs = options.inductor.get("triton.cudagraphs", options.mode in _CUDA_GRAPHS or config.triton.cudagraphs)
     if graphs or (plan.program.cpp_wrapper and not plan.leaves):
         return None
-    return rates.host_launch * (_LAUNCHES_OF_A_GEMM * sum(_gemms(product.node) for product in plan.products.all) + more)
+    gemms = [_gemms(product.node) for product in plan.products.all]
+    whole = {id(one.whole) for one in compat.gathered()}
+    hooked = _LAUNCHES_OF_A_SHARD[any(one > 1 for one in gemms)] * sum(id(given) in whole for given in plan.inputs)
+    return rates.host_launch * (_LAUNCHES_OF_A_GEMM * sum(gemms) + more + hooked)
 
 
 def _gemms(node: fx.Node) -> int:

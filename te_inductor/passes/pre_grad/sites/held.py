@@ -59,7 +59,8 @@ class HeldWeight(SitePart):
 
 def held_weight(match: Match, recipe: Recipe, slots: Slots, writes: Writes) -> HeldWeight | None:
     """What the weight of a dense layer is dequantized from, where its values are copies as the recipe casts them."""
-    quantizer, found = slots.weight, _read(match.weight)
+    quantizer, path = slots.weight, list[fx.Node]()
+    found = _read(match.weight, path)
     if found is None or match.transposed or match.dims != 2 or isinstance(recipe, DelayedScaling):
         return None
     (n, k), scale = value(found.data).shape, None if found.scale is None else value(found.scale).shape
@@ -67,12 +68,17 @@ def held_weight(match: Match, recipe: Recipe, slots: Slots, writes: Writes) -> H
     fits = all(isinstance(size, int) and size % ALIGNMENT == 0 for size in (n, k))
     if quantizer.format is not E4M3 or quantizer.granularity not in scopes or not fits:
         return None
-    nodes = [match.weight, *found.reads()]
+    nodes = [*path, *found.reads()]
     return None if writes.between(nodes, min(nodes), match.node) else found
 
 
-def _read(weight: fx.Node) -> HeldWeight | None:
-    """A cast of a matrix in E4M3, or its product with scales."""
+def _read(weight: fx.Node, path: list[fx.Node]) -> HeldWeight | None:
+    """A cast of a matrix in E4M3, or its product with scales, which may be cast once more. `path` gets the nodes that
+    lead there, none of which may be written to."""
+    path.append(weight)
+    if operators.read(weight).kind is Kind.CAST and weight.args and is_tensor(weight.args[0]) and not _is_held(weight):
+        weight = weight.args[0]  # type: ignore[assignment]
+        path.append(weight)
     scale, cast = None, weight
     if operators.read(weight) == operators.Operator("mul", Kind.POINTWISE):
         factors = [one for one in weight.args if is_tensor(one)]
@@ -80,6 +86,7 @@ def _read(weight: fx.Node) -> HeldWeight | None:
         if len(factors) != 2 or len(casts) != 1:
             return None
         [cast] = casts
+        path.append(cast)
         [scale] = [one for one in factors if one is not cast]
         number, held = value(scale), value(cast)
         # A product reads a number that lies on the CPU, too; a GEMM does not.
