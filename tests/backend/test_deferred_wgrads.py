@@ -125,7 +125,7 @@ def of_matrices(bias: bool) -> nn.Module:
     return nn.Sequential(nn.Linear(32, 48, bias=bias), nn.GELU(), nn.Linear(48, 32, bias=bias))
 
 
-@pytest.mark.quick("0-0-False")
+@pytest.mark.quick("0-0-False", "1-0-False")
 @pytest.mark.traced
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("before", [0, 1])
