@@ -19,9 +19,10 @@ graph equally often, or call several graphs, or their backwards, in another orde
 of other layers, or a gradient for amaxes. So each rank keeps the list of its reductions: `CallOrder`. Where one follows
 another for the first time, the rank waits for the others before it makes it: all make this step for the first time
 here, as equal lists have equal first times, or one has gone on to another. That one may wait in a collective by now, so
-that a thread of its own tells which it was: `Answers`. A step that is known costs nothing; for those a rank compares
-its list with that of the first rank to come as far, behind each of the first reductions, then behind ever more of them,
-64 at most. The list also says how often state was loaded, which one rank must not do alone.
+that a thread of its own tells which it was: `Answers`. It also says which ranks stand behind fewer calls than this one,
+as they run a step without the backend or leave out a backward. A step that is known costs nothing; for those a rank
+compares its list with that of the first rank to come as far, behind each of the first reductions, then behind ever more
+of them, 64 at most. The list also says how often state was loaded, which one rank must not do alone.
 
 After a yes a rank may also come to train the same layers, by their parameters, in a graph with other quantizers, or with
 none: behind a graph break, in another branch or region. All ranks do so, or this one raises, as another one waits for it

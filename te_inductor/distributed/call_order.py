@@ -148,11 +148,36 @@ class CallOrder:
                 yield rank, json.loads(found)
 
     def answer(self) -> None:
-        """Tells a rank that asks which call this one has made, if it did not wait there for the others."""
+        """Tells a rank that asks which call this one has made, if it did not wait there for the others, and one that has
+        made more calls how many these are."""
         asked = self.store.get(f"asked/{self.key}")
         for number, step in [*self.latest] if asked else ():
             if number == int(asked) and number not in self.met:
                 self.store.set(f"answers/{self.key}/{number}/{self.store.rank}", json.dumps(step))
+
+        more = self.store.get(f"stands/{self.key}")
+        if more and self.made < int(more):
+            known = json.dumps([self.made, *filter(None, [self.last])])
+            self.store.set(f"stands/{self.key}/{more}/{self.store.rank}", known)
+
+    def is_ahead(self, waited: float) -> bool:
+        """Says, where this rank has made no call for long, which ranks stand behind fewer calls, as its own thread may
+        wait for them in a reduction. False if there is nothing to say, as the others have come to its last call."""
+        last = self.last
+        if last is None or self.made - 1 in self.met or waited < min(PATIENCE, self.store.timeout / 2):
+            return False
+        behind = list(self._behind())
+        if behind:
+            say(ahead(self.store.rank, waited, self.made, last, behind), "warn")
+        return bool(behind)
+
+    def _behind(self) -> Iterator[tuple[int, int, Reduction | None]]:
+        """Yields other ranks that stand behind fewer calls than this one has made, how many these are, and the last."""
+        self.store.set(f"stands/{self.key}", str(self.made))
+        for rank in self.ranks:
+            if found := self.store.get(f"stands/{self.key}/{self.made}/{rank}"):
+                made, *last = json.loads(found)
+                yield rank, made, next(self._as_here(last), None)
 
     def _is(self, step: _Step, other: Sequence[Any]) -> bool:
         return all(_same(*pair) for pair in zip(step, self._as_here(other), strict=True))
@@ -193,7 +218,7 @@ class Answers:
     group, and in front of the interpreter, whose end no call of a store would survive."""
 
     def __init__(self, world: World) -> None:
-        self._world, self._ends = weakref.ref(world), threading.Event()
+        self._world, self._ends, self._said = weakref.ref(world), threading.Event(), set[str]()
         self._thread = threading.Thread(target=self._run, name="te_inductor answers", daemon=True)
         self._thread.start()
         atexit.register(self._end)
@@ -203,23 +228,27 @@ class Answers:
         self._thread.join(2 * STANDSTILL)
 
     def _run(self) -> None:
-        made: dict[str, int] = {}
-        while not self._ends.wait(STANDSTILL) and self._answer(made):
+        seen: dict[str, tuple[int, float]] = {}
+        while not self._ends.wait(STANDSTILL) and self._answer(seen):
             pass
         atexit.unregister(self._end)
 
-    def _answer(self, made: dict[str, int]) -> bool:
-        """Whether there may be more to answer; `made` has the numbers of calls that were made before."""
+    def _answer(self, seen: dict[str, tuple[int, float]]) -> bool:
+        """Whether there may be more to answer; `seen` has the numbers of calls that were made before, and since when."""
         world = self._world()
         if world is None:
             return False
         for order in list(world.orders.values()):
-            if made.get(order.key) == order.made:
-                try:
-                    order.answer()
-                except (RuntimeError, StateError):  # its store is gone
-                    return False
-            made[order.key] = order.made
+            made, since = seen.get(order.key, (-1, 0.0))
+            if made != order.made:
+                seen[order.key] = order.made, time.monotonic()
+                continue
+            try:
+                order.answer()
+                if order.key not in self._said and order.is_ahead(time.monotonic() - since):
+                    self._said.add(order.key)
+            except (RuntimeError, StateError):  # its store is gone
+                return False
         return True
 
 
@@ -258,4 +287,18 @@ def alone(rank: int, missing: Sequence[int], waited: float, number: int, step: _
         f" reduce over the same ranks is of {step[1]}, which never followed {step[0]} before, expected all of these ranks"
         " to call the same layers, and their backwards, in one order; have them do so, put forwards that others do not run"
         " under torch.no_grad(), or pass options={'amax_group': 'none'}"
+    )
+
+
+def ahead(
+    rank: int, waited: float, made: int, last: Reduction, behind: Iterable[tuple[int, int, Reduction | None]]
+) -> str:
+    """The text about a rank that has made more calls than others, which stand still as it does."""
+    others = " and ".join(f"rank {one} behind {count}, of which {of} was the last" for one, count, of in behind)
+    return (
+        f"te_inductor: rank {rank} has stood for {waited:.0f} s behind {made} calls that reduce amaxes of delayed scaling"
+        f" over the same ranks, of which {last} was the last, and {others}; expected all of these ranks to make the same"
+        " calls, and waits for them until the process group's timeout. A rank that runs a step without the backend, as"
+        ' under torch.compiler.set_stance("force_eager") or beyond Dynamo\'s limit of recompiles, or leaves out a'
+        " backward, makes none: have all of them do so, or pass options={'amax_group': 'none'}"
     )

@@ -133,6 +133,7 @@ def _plain(x: Tensor) -> Tensor:
 
 
 _TWICE = (
-    "a gradient of a low-precision gradient was asked for, expected first-order gradients only; "
-    'compile this module with options={"recipe": "none"}'
+    "a gradient of a low-precision gradient was asked for, expected first-order gradients only; leave this module"
+    " uncompiled, as torch differentiates no compiled graph twice, or compile what calls torch.func.grad twice with"
+    ' options={"recipe": "none"}'
 )

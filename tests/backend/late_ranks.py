@@ -1,6 +1,7 @@
 """Cases of ranks that reduce amaxes together and of which one does something else later on, for test_late_ranks.py."""
 
 import contextlib
+import time
 from typing import Any
 from unittest import mock
 
@@ -66,3 +67,30 @@ def forward(rank: Rank) -> Any:
 @how(traced=True)
 def step(rank: Rank, kind: str) -> Any:
     return _late(rank, kind, 2)
+
+
+@how(traced=True)
+def alone(rank: Rank, kind: str) -> Any:
+    """A step of which the first rank runs all without the backend, "eager", or leaves the "backward" out, while the other
+    one waits for it; which makes up for it behind what that says. Returns the seconds that each has waited."""
+    torch.manual_seed(0)
+    model, x = Model(), torch.ones(8, 32) + rank.rank
+    options: Any = {"recipe": DelayedScaling(amax_history_len=4), "amax_group": dist.group.WORLD}
+    run = torch.compile(model, backend="te", options=options)
+    soon = mock.patch.object(call_order, "PATIENCE", 1.0), mock.patch.object(call_order, "STANDSTILL", 0.2)
+    with soon[0], soon[1]:
+        for _ in range(3):
+            run(x).sum().backward()
+        begun = time.monotonic()
+        if rank.rank:
+            run(x).sum().backward()
+        else:
+            stance = torch.compiler.set_stance("force_eager") if kind == "eager" else contextlib.nullcontext()
+            with stance:
+                y = run(x)
+                if kind == "eager":
+                    y.sum().backward()
+            time.sleep(4)
+            for size in [4, 2] if kind == "eager" else [2]:  # of what the other rank reduces, forward and backward
+                dist.all_reduce(torch.zeros(size), dist.ReduceOp.MAX)
+        return time.monotonic() - begun

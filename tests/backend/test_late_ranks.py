@@ -6,7 +6,9 @@ import pytest
 from tests.ranks import told_by
 
 KINDS = ("break", "region", "options")
-told = told_by("tests.backend.late_ranks", 2, ",".join(["forward", *(f"step {kind}" for kind in KINDS)]))
+ALONE = {"eager": (7, 6), "backward": (8, 7)}  # the calls of the rank that waits and of the other one
+CASES = ["forward", *(f"step {kind}" for kind in KINDS), *(f"alone {kind}" for kind in ALONE)]
+told = told_by("tests.backend.late_ranks", 2, ",".join(CASES))
 
 
 def test_a_forward_that_one_rank_has_alone_is_told_before_it_takes_another_ones_amaxes(told):
@@ -25,3 +27,13 @@ def test_a_rank_that_alone_runs_layers_in_another_graph_is_told(kind, told):
     )
     assert "(rank 1 did not come to a graph with the same quantizers" in first
     assert second[0] == 2.0
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_a_rank_that_waits_says_which_rank_makes_no_call(kind, told):
+    """It does so once, before the process group's timeout, and names what both have done."""
+    first, second = told.said(f"alone {kind}")
+    own, others = ALONE[kind]
+    [text] = [text for text in second if "has stood" in text]
+    assert f"behind {own} calls that reduce amaxes" in text and f"rank 0 behind {others}, of which layer 0" in text
+    assert "set_stance" in text and not [text for text in first if "has stood" in text]
