@@ -111,7 +111,7 @@ PLAIN = Server(("torch",))  # for those about what is imported behind torch
 
 
 def warm() -> None:
-    """Traces a function, imports what generates code, and reads sources for the keys of caches: a second of what each
+    """Compiles a function, imports what generates code, and reads sources for the keys of caches: a second of what each
     program that compiles would take. No process is forked from one whose autograd has run, so that this function has no
     gradient, or that has asked for a GPU, as a trace does on a build of torch that could use one."""
     import torch
@@ -125,7 +125,7 @@ def warm() -> None:
     torch_key()
     package_hash()
     if torch.version.cuda is None:
-        torch.compile(torch.sin, backend="eager")(torch.ones(1))
+        torch.compile(torch.sin)(torch.ones(1))
         torch._dynamo.reset()
         counters.clear()
         CacheBase.get_system()
