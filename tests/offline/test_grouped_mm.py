@@ -34,7 +34,7 @@ NARROW, WIDE = GroupedConfig(128, 2), GroupedConfig(256, 3)  # fewer stages than
 
 def described(x: Tensor, box: Box) -> Descriptor:
     assert x.is_contiguous()
-    return Descriptor(x, tuple(box.shape))
+    return Descriptor(x.view(-1, x.shape[-1]), tuple(box.shape))  # as `Described` does
 
 
 def run(call: GroupedLaunch) -> None:

@@ -18,7 +18,7 @@ from te_inductor.recipes.formats import ROW
 from te_inductor.recipes.quantizers import Quantizer
 from te_inductor.templates.triton import cached_tiles as tiles
 from te_inductor.templates.triton import casting
-from te_inductor.templates.triton.launcher import Launcher
+from te_inductor.templates.triton.launcher import Launcher, empty
 
 TILE = 128  # rows; of square blocks columns too
 COLUMNS = 64
@@ -37,7 +37,7 @@ def transpose_experts(
     quantizer: Quantizer,
 ) -> Tensor:  # (E, C, pad(R))
     experts, rows, columns = w.shape
-    out = w.new_empty((experts, columns, quantizer.padded(rows)), dtype=quantizer.format.dtype)
+    out = empty(w, (experts, columns, quantizer.padded(rows)), quantizer.format.dtype)
     _cast_tiles(w, None, None, scale, quantizer, OF_COLUMNS if scale.dim() == 2 else KNOWN, out)
     return out
 
@@ -48,7 +48,7 @@ def transpose_experts_by_row(
 ) -> tuple[Tensor, Tensor]:  # (E, C, pad(R)), scale_inv (E, C)
     experts, rows, columns = w.shape
     scale, scale_inv = column_scales(w, None, None, experts, quantizer)
-    out = w.new_empty((experts, columns, quantizer.padded(rows)), dtype=quantizer.format.dtype)
+    out = empty(w, (experts, columns, quantizer.padded(rows)), quantizer.format.dtype)
     _cast_tiles(w, None, None, scale, quantizer, OF_COLUMNS, out)
     return out, scale_inv
 
@@ -71,8 +71,8 @@ def transpose_groups(
     data: Tensor,  # (R, C), of one byte
     source: Tensor,  # (P,) int32
 ) -> Tensor:  # (C, P)
-    out = data.new_empty((data.shape[1], source.shape[0]))
-    _cast_tiles(data.view(torch.uint8).unsqueeze(0), source, None, None, None, BYTES, out.view(torch.uint8))
+    out = empty(data, (data.shape[1], source.shape[0]), data.dtype)
+    _cast_tiles(data.view(torch.uint8), source, None, None, None, BYTES, out.view(torch.uint8))
     return out
 
 
@@ -95,7 +95,7 @@ def quantize_groups(
 
 
 def _cast_tiles(
-    x: Tensor,
+    x: Tensor,  # (R, C), or of each expert
     source: Tensor | None,
     tile_groups: Tensor | None,
     scale: Tensor | None,
@@ -104,7 +104,9 @@ def _cast_tiles(
     out: Tensor,
     transposed: bool = True,
 ) -> None:
-    experts, rows, columns = x.shape
+    (*experts, rows, columns), strides = x.shape, x.stride()
+    if not experts:
+        experts, strides = [1], (0, *strides)
     wide = TILE if mode in (BYTES, SQUARE) else COLUMNS  # rows of whole cache lines
     leading = out.shape[-1]
     high = rows if source is None else source.shape[0]
@@ -121,7 +123,7 @@ def _cast_tiles(
         x.dtype,
     )
     run(
-        -(-high // TILE) * -(-columns // wide) * experts,
+        -(-high // TILE) * -(-columns // wide) * experts[0],
         x,
         x if source is None else source,
         x if tile_groups is None else tile_groups,
@@ -129,7 +131,7 @@ def _cast_tiles(
         out,
         high,
         columns,
-        *x.stride(),
+        *strides,
         leading,
     )
 

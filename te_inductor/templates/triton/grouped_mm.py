@@ -18,7 +18,7 @@ from te_inductor.kernels.grouped_mm import GroupedConfig, cut, takes
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import ALIGNMENT, ROW, Scope
 from te_inductor.templates.triton.grouped_kernel import BLOCK_K, BLOCK_M, HALF, START_REGISTERS, grouped
-from te_inductor.templates.triton.launcher import Box, Described, Launcher
+from te_inductor.templates.triton.launcher import Box, Described, Launcher, empty
 
 Describe = Callable[[Tensor, Box], Any]
 
@@ -61,24 +61,43 @@ def _kind(scope: Scope) -> int:
     return 2 if scope.blocked else int(scope is ROW)
 
 
-def launcher_of(gemm: Gemm, config: GroupedConfig, add: bool, *sizes: int) -> Launcher:
-    """The launcher of a product of these sizes, which have to be multiples of 16."""
-    return _launcher(gemm.name, gemm.fast_accum, gemm.scopes, gemm.elements, config, add, sizes)
+class _Plan(NamedTuple):
+    """What a launch does with operands of some sizes, whatever their addresses."""
+
+    launcher: Launcher
+    programs: int
+    of_a: Box
+    of_b: Box
 
 
-@functools.cache  # of fields, as generated code makes a constant anew at each call, and hashing one takes longer
-def _launcher(
+@functools.lru_cache(4096)  # of fields, as eager code makes a constant anew at each call, and hashing one takes longer
+def _plan(
     name: str,
     fast_accum: bool,
     scopes: tuple[str, str],
     elements: tuple[str, str],
-    config: GroupedConfig,
+    config: GroupedConfig | None,  # else the one for these sizes
     add: bool,
-    sizes: tuple[int, ...],
+    groups: int,
+    m: int,
+    n: int,
+    k: int,  # 0 of a wgrad, which contracts whatever number of columns
+    programs: int,  # at most
+) -> _Plan:
+    of_groups = name == "wgrad"  # whether each has rows of its own
+    check(Gemm(name, fast_accum, scopes, elements), n, m if of_groups else k)
+    config = config or cut(groups * m if of_groups else m, n, programs)
+    # Groups end inside tiles, at most every one of them; the rows that belong to none are as one more.
+    down = groups * -(-m // BLOCK_M.value) if of_groups else m // BLOCK_M.value + min(m, groups + 1)
+    launcher = _launcher(name, fast_accum, scopes, elements, config, add)
+    return _Plan(launcher, min(programs, down * -(-n // config.block_n)), box(BLOCK_M.value), box(config.block_n))
+
+
+@functools.cache  # for all sizes
+def _launcher(
+    name: str, fast_accum: bool, scopes: tuple[str, str], elements: tuple[str, str], config: GroupedConfig, add: bool
 ) -> Launcher:
-    gemm = Gemm(name, fast_accum, scopes, elements)
-    check(gemm, *sizes)
-    return Launcher(grouped, **constants(gemm, config, add), **options())
+    return Launcher(grouped, **constants(Gemm(name, fast_accum, scopes, elements), config, add), **options())
 
 
 @functools.cache
@@ -105,7 +124,7 @@ def grouped_mm(
     config: GroupedConfig | None = None,
 ) -> Tensor:  # (M, N)
     """``(a * a_scale)[rows of g] @ (b * b_scale)[g].T + bias[g]``; rows behind the last group's are zeros."""
-    out = a_scale.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+    out = empty(a_scale, (a.shape[0], b.shape[1]), out_dtype)
     if out.numel():
         prepared(a, a_scale, b, b_scale, ends, bias, out, gemm, config).launch()
     return out
@@ -126,13 +145,11 @@ def prepared(
 ) -> GroupedLaunch:
     """The launch, without which nothing is computed; others than CUDA's descriptions are for the tests."""
     (m, k), (e, n, _) = a.shape, b.shape
-    programs = programs or targets.multiprocessors(a.device)
-    config = config or cut(m, n, programs)
-    launch = launcher_of(gemm, config, False, n, k)
-    # Groups end inside tiles, at most every one of them; the rows that belong to none are as one more.
-    tiles = (m // BLOCK_M.value + min(m, e + 1)) * -(-n // config.block_n)
-    programs = min(programs, tiles)
-    of_a, of_b = describe(a, box(BLOCK_M.value)), describe(b.view(e * n, k), box(config.block_n))
+    most = programs or targets.multiprocessors(a.device)
+    launch, programs, box_of_a, box_of_b = _plan(
+        gemm.name, gemm.fast_accum, gemm.scopes, gemm.elements, config, False, e, m, n, k, most
+    )
+    of_a, of_b = describe(a, box_of_a), describe(b, box_of_b)
     return GroupedLaunch(programs, (of_a, a_scale, of_b, b_scale, None, bias, out, ends, e, m, n, k, programs), launch)
 
 
@@ -149,7 +166,7 @@ def grouped_wgrad(
 ) -> Tensor:  # (E, N, K), or the total
     """``(a * a_scale)[:, columns of g] @ (b * b_scale)[:, columns of g].T``; of an empty group zeros."""
     sizes = starts.shape[0] - 1, a.shape[0], b.shape[0]
-    out = a_scale.new_empty(sizes, dtype=out_dtype) if total is None else total
+    out = empty(a_scale, sizes, out_dtype) if total is None else total
     if not out.numel():
         return out
     if not a.shape[1]:
@@ -173,12 +190,12 @@ def prepared_wgrad(
 ) -> GroupedLaunch:
     """Makes the launch as that of `grouped_mm` is made."""
     (m, p), n, e = a.shape, b.shape[0], starts.shape[0] - 1
-    programs = programs or targets.multiprocessors(a.device)
-    config = config or cut(e * m, n, programs)
-    launch = launcher_of(gemm, config, add, m, n)
-    programs = min(programs, e * -(-m // BLOCK_M.value) * -(-n // config.block_n))
+    most = programs or targets.multiprocessors(a.device)
+    launch, programs, box_of_a, box_of_b = _plan(
+        gemm.name, gemm.fast_accum, gemm.scopes, gemm.elements, config, add, e, m, n, 0, most
+    )
     scales = describe(b_scale.view(-1, n), box_of_scales()) if gemm.blocked else None
-    of_a, of_b = describe(a, box(BLOCK_M.value)), describe(b, box(config.block_n))
+    of_a, of_b = describe(a, box_of_a), describe(b, box_of_b)
     return GroupedLaunch(
         programs, (of_a, a_scale, of_b, b_scale, scales, None, out, starts, e, m, n, p, programs), launch
     )

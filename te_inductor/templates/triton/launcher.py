@@ -40,7 +40,7 @@ class Box:
 
 
 class Described:
-    """A matrix that a kernel copies in boxes."""
+    """A matrix that a kernel copies in boxes; several, one below the other, are one."""
 
     __slots__ = ("base", "box")
 
@@ -49,7 +49,8 @@ class Described:
 
     def descriptor(self) -> TensorDescriptor:
         """Triton's, which checks the matrix."""
-        return TensorDescriptor.from_tensor(self.base, self.box.shape, self.box.layout)
+        matrix = self.base.view(-1, self.base.shape[-1])
+        return TensorDescriptor.from_tensor(matrix, self.box.shape, self.box.layout)
 
 
 class Launcher:
@@ -186,6 +187,18 @@ def specialized(arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 def _of_integer(value: int) -> int:
     bits = 4 * (not -(2**31) <= value < 2**31) + 8 * (value >= 2**63)
     return (value % ALIGNED == 0) + 2 * (value == 1) + bits
+
+
+def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """``like.new_empty(shape, dtype=dtype)`` of two or three dimensions, on the current device by what generated code calls,
+    which takes a third of the time."""
+    device = like.device
+    if device.type != "cuda" or device.index != torch._C._cuda_getDevice():
+        return like.new_empty(shape, dtype=dtype)
+    rows, columns = shape[-2] or 1, shape[-1] or 1
+    strides = (columns, 1) if len(shape) == 2 else (rows * columns, columns, 1)
+    make: Any = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+    return make(shape, strides, dtype)  # type: ignore[no-any-return]
 
 
 def launcher(kernel: Any, /, **named: Any) -> Launcher:

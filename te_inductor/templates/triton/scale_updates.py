@@ -16,7 +16,7 @@ from te_inductor.recipes.delayed import DelayedScaling, ScaleUpdate
 from te_inductor.runtime.definition import implement_on_cuda
 from te_inductor.runtime.eager import delayed
 from te_inductor.runtime.state.misfits import COUNTS
-from te_inductor.templates.triton.launcher import Launcher, launcher
+from te_inductor.templates.triton.launcher import Launcher, empty, launcher
 
 LONGEST = 4096  # amaxes of a history that one program holds
 
@@ -34,10 +34,16 @@ def launch_read(
     table: Tensor,  # (n,)
 ) -> Tensor:  # (2 * n, APART)
     """Launches on the device of `state`."""
-    count, out = len(table), state.new_empty((2 * len(table), delayed.APART))
-    constants = {"BLOCK": triton.next_power_of_2(count * delayed.APART), "APART": delayed.APART, "num_warps": 1}
-    launcher(read_each, **constants)(1, table, out, count, len(state) - 1, on=state.device)
+    count = table.shape[0]
+    out = empty(state, (2 * count, delayed.APART), state.dtype)
+    _reader(count)(1, table, out, count, state.shape[0] - 1, on=state.device)
     return out
+
+
+@functools.cache
+def _reader(count: int) -> Launcher:
+    block = triton.next_power_of_2(count * delayed.APART)
+    return launcher(read_each, BLOCK=block, APART=delayed.APART, num_warps=1)
 
 
 def update_scales(
@@ -74,7 +80,7 @@ def _table(states: list[Tensor]) -> Tensor | None:
 
 def launch(state: Tensor, table: Tensor, update: ScaleUpdate, misfits: Tensor | None = None, own: bool = False) -> None:
     """Launches on the device of `state`, one of the tensors."""
-    count, recipe, reduced = len(table), update.recipe, None
+    count, recipe, reduced = table.shape[0], update.recipe, None
     if delayed.reduces(update):
         reduced = state.new_empty(count)
         collect = launcher(collect_amaxes, BLOCK=triton.next_power_of_2(count), num_warps=1)
