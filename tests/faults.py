@@ -26,6 +26,7 @@ from torch._inductor.codegen.triton import TritonScheduling
 from torch._inductor.codegen.triton_combo_kernel import ComboKernel
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.runtime.hints import DeviceProperties
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.sizevars import SizeVarAllocator
 from torch._inductor.utils import run_and_get_code
 from torch._inductor.virtualized import V
@@ -195,6 +196,11 @@ def makes_constants_at_each_call() -> bool:
         return "Quantizer(" in PythonWrapperCodegen.val_to_arg_str(None, Quantizer("e4m3"))
 
 
+def asks_at_each_launch() -> bool:
+    """A kernel of Inductor's makes no launcher that is called by itself."""
+    return not hasattr(CachingAutotuner, "_build_fast_launcher")
+
+
 def orders_loops() -> bool:
     """Loops that read along the first dimension are turned round. Which is faster shows on a GPU alone."""
     i, j = sympy.symbols("i j", integer=True, nonnegative=True)
@@ -346,6 +352,7 @@ FAULTS: dict[str, Callable[[], bool]] = {
     "torch._inductor.scheduler.ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels": combines_without_asking,
     "torch._inductor.ir.ExternKernel.set_python_kernel_name": calls_through_the_dispatcher,
     "torch._inductor.codegen.wrapper.get_opaque_obj_repr": makes_constants_at_each_call,
+    "torch._inductor.codegen.wrapper.PythonWrapperCodegen.write_async_compile_wait": asks_at_each_launch,
     "torch._inductor.ir.ComputedBuffer._apply_loop_reordering": orders_loops,
     "torch._guards._TLS.tracing_context": destroys_stacks,
     "torch.export._trace._export": exports_without_asking,

@@ -118,6 +118,13 @@ PATCHES = (
         "Inductor writes a constant as the expression that makes it, which generated code evaluates at each call.",
     ),
     Patch(
+        "torch._inductor.codegen.wrapper.PythonWrapperCodegen.write_async_compile_wait",
+        COMPILE,
+        "Inductor asks a kernel at each launch what its first one has answered, and the driver of each pointer whose it is.",
+        ("pytorch/pytorch#180507",),
+        until="2.13",
+    ),
+    Patch(
         "torch._inductor.ir.ComputedBuffer._apply_loop_reordering",
         BUFFER,
         "Inductor orders a buffer's loops by the strides of its reads, and has no way to keep those as written.",

@@ -23,6 +23,7 @@ def install(fallback: str = "warn", rows_alone: bool = False) -> Callable[..., C
     from te_inductor.lowerings.choices import choices
     from te_inductor.lowerings.codegen.combos import combined_without_ours
     from te_inductor.lowerings.codegen.direct_calls import called_directly, constants_named
+    from te_inductor.lowerings.codegen.known_launches import launches_known
     from te_inductor.lowerings.codegen.programmatic_launch import launched_early
     from te_inductor.lowerings.gemm import nvfp4_linear, scaled_mm, weight_grads  # noqa: F401
     from te_inductor.lowerings.registry import compile_guarded
@@ -47,6 +48,7 @@ def install(fallback: str = "warn", rows_alone: bool = False) -> Callable[..., C
                 joining_dimensions_fast(),
                 called_directly(),
                 constants_named(),
+                launches_known(),
                 V.set_choices_handler(choices(V.choices, rows_alone)),
             ):
                 return compile_guarded(inner_compile, fallback, *args, **kwargs)

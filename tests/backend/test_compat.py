@@ -35,6 +35,10 @@ NO_PATCHES = {
         "lowerings/codegen/direct_calls.py",
         "torch._inductor.select_algorithm.extern_kernels",
     ): "names of our own kernels, as `ExternKernelChoice` gives them",
+    (
+        "lowerings/codegen/known_launches.py",
+        "torch._inductor.select_algorithm.extern_kernels.te_inductor_know_launches",
+    ): "a name of our own, which generated code calls",
     ("lowerings/codegen/programmatic_launch.py", "torch._inductor.virtualized.V.graph"): "a mark on the graph in hand",
     (
         "lowerings/gemm/weight_grads.py",
