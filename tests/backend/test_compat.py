@@ -40,10 +40,13 @@ NO_PATCHES = {
         "torch._inductor.select_algorithm.extern_kernels.te_inductor_know_launches",
     ): "a name of our own, which generated code calls",
     ("lowerings/codegen/programmatic_launch.py", "torch._inductor.virtualized.V.graph"): "a mark on the graph in hand",
-    (
-        "lowerings/gemm/weight_grads.py",
-        "torch._inductor.virtualized.V.graph.never_reuse_buffers",
-    ): "the graph's own list of buffers that are kept",
+    **{
+        (
+            file,
+            "torch._inductor.virtualized.V.graph.never_reuse_buffers",
+        ): "the graph's own list of buffers that are kept"
+        for file in ("lowerings/casts/quantize.py", "lowerings/gemm/weight_grads.py")
+    },
 }
 # What Inductor, Dynamo and AOTAutograd offer for others' code, and this package uses: no patches either.
 EXTENSION_POINTS = {
@@ -55,6 +58,8 @@ EXTENSION_POINTS = {
     "torch._inductor.config.patch",
     "torch._inductor.custom_graph_pass.CustomGraphPass",
     "torch._inductor.custom_graph_pass.CustomPartitionerFn",
+    "torch._inductor.ir.NonOwningLayout",
+    "torch._inductor.ir.NopKernel",
     "torch._inductor.lowering.register_lowering",
     "torch._inductor.output_code.OutputCode",
     "torch._inductor.virtualized.V.graph.register_buffer",
