@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import te_inductor
 from te_inductor import compat, ops
@@ -233,6 +233,39 @@ def decides(rank: Rank) -> Any:
         if not rank.rank:
             dist.barrier()
     return told
+
+
+class Breaks(Mlp):
+    breaks = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.gate(self.norm(x)).relu()
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.down(x)
+
+
+@how(traced=False)
+def breaks(rank: Rank, alone: str) -> Any:
+    """What ranks are told that break a graph under delayed scaling: all of them, or the first one "alone"."""
+    model = Breaks()
+    parallelize_module(model, rank.mesh, {"gate": ColwiseParallel(), "down": RowwiseParallel()})
+    options = {"recipe": "delayed", "fallback": "silent", "policy": {"*": "delayed"}}
+    run, x = torch.compile(model, backend="te", options=options), torch.randn(BATCH, 16, WIDTH)
+    run(x).sum().backward()
+    if alone and rank.rank:
+        dist.barrier()
+        return ""
+    model.breaks = True
+    try:
+        with mock.patch.object(agreement, "PATIENCE", 0.5 if alone else 60.0):
+            run(x).sum().backward()
+        return ""
+    except Exception as error:
+        return str(error)
+    finally:
+        if alone:
+            dist.barrier()
 
 
 @how(traced=False)

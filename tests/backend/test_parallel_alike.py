@@ -8,7 +8,7 @@ from tests.ranks import Told, ranks, told_by
 
 MODULE = "tests.backend.parallel_alike_ranks"
 told = told_by(MODULE, 2, "first_step may,first_step must not,agree,decides,fails,compiled cached_first_step")
-late = told_by(MODULE, 2, "changes ,changes alone,loads_other")
+late = told_by(MODULE, 2, "changes ,changes alone,breaks ,breaks alone,loads_other")
 others = told_by(MODULE, 2, "masked,many_first_steps", timeout=600)
 
 
@@ -34,6 +34,13 @@ def test_ranks_change_together_or_one_is_told(late):
         "rank 0 would run a layer otherwise than ranks with which it exchanges tensors: 'layers.0.gate in high" in first
     )
     assert "where it had 'layers.0.gate in current" in first and second == ""
+
+
+def test_ranks_break_a_graph_together_or_one_is_told(late):
+    """The broken graph reduces amaxes of fewer layers at once, for which the other rank would not come."""
+    assert late["breaks "] == ["", ""]
+    first, second = late["breaks alone"]
+    assert "in delayed, in one graph with gate', where it had" in first and second == ""
 
 
 def test_ranks_that_have_loaded_other_scales_are_told(late):

@@ -221,11 +221,13 @@ def compare_ranks(plan: Plan) -> None:
         decisions.compare(_layers(sites), list(map(_decided, sites)))
         changes: list[decisions.Change] = []
         bodies = Bodies(plan.gm)
+        one_step = f", in one graph with {', '.join(site.fqn or '(root)' for site in sites if site.delayed)}"
         for site in sites:
             parameter = parameter_of(site.match, bodies, plan.inputs)[1]
             if parameter is not None:
                 layer = site.fqn, _trains(site)
-                changes += decisions.changes_of(parameter, _groups(site), layer, _decided(site))
+                decided = _decided(site) + (one_step if site.delayed else "")  # of which ranks reduce amaxes together
+                changes += decisions.changes_of(parameter, _groups(site), layer, decided)
         decisions.follow(changes)
 
 
