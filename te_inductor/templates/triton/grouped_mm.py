@@ -61,7 +61,7 @@ def _kind(scope: Scope) -> int:
     return 2 if scope.blocked else int(scope is ROW)
 
 
-class _Plan(NamedTuple):
+class _Launch(NamedTuple):
     """What a launch does with operands of some sizes, whatever their addresses."""
 
     launcher: Launcher
@@ -83,14 +83,14 @@ def _plan(
     n: int,
     k: int,  # 0 of a wgrad, which contracts whatever number of columns
     programs: int,  # at most
-) -> _Plan:
+) -> _Launch:
     of_groups = name == "wgrad"  # whether each has rows of its own
     check(Gemm(name, fast_accum, scopes, elements), n, m if of_groups else k)
     config = config or cut(groups * m if of_groups else m, n, programs)
     # Groups end inside tiles, at most every one of them; the rows that belong to none are as one more.
     down = groups * -(-m // BLOCK_M.value) if of_groups else m // BLOCK_M.value + min(m, groups + 1)
     launcher = _launcher(name, fast_accum, scopes, elements, config, add)
-    return _Plan(launcher, min(programs, down * -(-n // config.block_n)), box(BLOCK_M.value), box(config.block_n))
+    return _Launch(launcher, min(programs, down * -(-n // config.block_n)), box(BLOCK_M.value), box(config.block_n))
 
 
 @functools.cache  # for all sizes
