@@ -52,9 +52,6 @@ MOST_EXPERTS_OF_A_ROW = 16
 # Casts read tensors of up to so many ops: with more, Inductor (30 on GPUs) writes one before others read it, in fp32.
 # The gradient of Gemma's GELU by tanh was written so, 448 MiB of 8192 x 14336, in front of the kernel that casts it.
 MOST_OPS_OF_A_TENSOR = 48
-# Readers of a tensor with which Inductor (64) tries to join the kernel of another, of those next to it in the graph. All
-# casts of a step read one tensor of scales, a reason for no two of them.
-MOST_READERS_TRIED = 16
 
 
 @build.kept_open()
@@ -290,8 +287,6 @@ def _limits(plan: Plan) -> dict[str, int]:
         found["unroll_reductions_threshold"] = MOST_EXPERTS_OF_A_ROW + 1
     elif any(weight.is_cuda for weight in weights):
         found["realize_opcount_threshold"] = MOST_OPS_OF_A_TENSOR
-    if plan.outcome.state is not None:
-        found["max_fusion_buffer_group_pairwise_attempts"] = MOST_READERS_TRIED
     if any(weight.is_cpu for weight in weights) and (bits := compat.width_of_right_vectors()) is not None:
         found["cpp.simdlen"] = bits
     return found

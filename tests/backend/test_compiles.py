@@ -12,7 +12,6 @@ from torch._inductor.virtualized import V
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import te_inductor
-from te_inductor import compat
 from te_inductor.backend import te
 from te_inductor.lowerings.choices import choices
 from te_inductor.passes import post_grad
@@ -27,8 +26,6 @@ from te_inductor.recipes import (
     QParams,
 )
 from tests.passes import leave_out
-
-_TRIED = "max_fusion_buffer_group_pairwise_attempts"
 
 
 class Attention(nn.Module):
@@ -335,25 +332,6 @@ def test_split_accumulator_reaches_the_gemm(kind):
     recipe = kind(fp8_gemm_fprop=MMParams(True), fp8_gemm_dgrad=MMParams(False))
     slots = recipe.slots()
     assert (slots.fprop.fast_accum, slots.dgrad.fast_accum, slots.wgrad.fast_accum) == (False, True, False)
-
-
-@pytest.mark.parametrize(
-    ("options", "tried"),
-    [({"recipe": "delayed"}, 16), ({"recipe": "delayed", _TRIED: 5}, 5), ({"recipe": "current"}, None)],
-)
-def test_few_readers_of_scales_are_tried_for_one_kernel(monkeypatch, options, tried):
-    """A step's casts all read one tensor of scales: of eight Llama blocks a fifth of a compile went into such pairs."""
-    found = []
-
-    def interpreted(gm, inputs, patches, *_):
-        found.append(patches.get(_TRIED))
-        return gm.forward
-
-    monkeypatch.setattr(compat, "compile_fx", interpreted)
-    torch.compile(nn.Linear(32, 32), backend="te", options={"policy": {"*": options["recipe"]}, **options})(
-        torch.randn(32, 32)
-    )
-    assert found and set(found) == {tried}
 
 
 def test_inductor_refuses_pairs_before_their_nodes_are_looked_into():

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
@@ -55,7 +54,6 @@ def _launch_of(kernel: Any, args: tuple[Any, ...]) -> Callable[..., Any]:
     searches = kernel.inductor_meta.get("coordinate_descent_tuning", False)
     if (
         not isinstance(static, StaticallyLaunchedCudaKernel)
-        or torch.version.hip is not None
         or kernel.dump_launch_params
         or kernel.dump_launch_tensors
         or launcher.store_cubin
