@@ -127,6 +127,11 @@ class ShardedParameter:
         return self.group._training_state.name == "PRE_BACKWARD" or torch._C._current_graph_task_id() >= 0
 
     @property
+    def reduces_gradient(self) -> bool:
+        """Whether the next backward reduces its gradient, which `set_requires_gradient_sync` decides."""
+        return bool(self.group.reduce_grads)
+
+    @property
     def is_hooked(self) -> bool:
         return hasattr(self._local, _PRE)
 

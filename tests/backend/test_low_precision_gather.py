@@ -16,7 +16,7 @@ from tests.ranks import ranks, told_by
 
 MODULE = "tests.backend.gather_ranks"
 RECIPES = ["delayed", "current", "block"]
-QUICK = "uneven delayed,traffic delayed,eager current,policy,mismatch,refusals,other_weights,other_state"
+QUICK = "uneven delayed,accumulates delayed,traffic delayed,eager current,policy,mismatch,refusals,other_weights,other_state"
 EQUAL = (
     "blocks", "whole_model", "mixed_precision", "accumulates", "frozen", "stays_gathered", "checkpointed", "not_finite",
     "meta", "without_gradients", "uneven", "compiled_casts", "compiled blocks", "compiled stays_gathered",
@@ -47,6 +47,11 @@ def test_training_is_equal_bit_for_bit(recipe, request):
     """Losses and parameters equal those with weights which FSDP2 gathers itself, where shards cut blocks of 128
     rows."""
     assert told_of(f"uneven {recipe}", request) == [True, True]
+
+
+def test_microbatches_are_one_step_of_a_weight(told):
+    """Its state is that of a weight which FSDP2 gathers itself, where a microbatch reduces no gradients."""
+    assert told["accumulates delayed"] == [True, True]
 
 
 @pytest.mark.thorough

@@ -103,7 +103,7 @@ class EarlierScales(ScalesOf):
         self.states = [QuantizerState(tensor) for tensor in numbers.unbind()]
         for shard, state in zip(shards, self.states, strict=True):
             keep_with_shard(shard.sharded, Key(weight_site(""), recipe), state)
-        self.records = self.recorded = False
+        self.records = self.recorded = self.goes_on = False
         self.loads: list[int] | None = None
         self.verifies = True
         self.lacking: list[bool] = []
@@ -114,10 +114,12 @@ class EarlierScales(ScalesOf):
         self.verifies, self.loads = loads != self.loads, loads
         if self.verifies and bool((self.histories[:, 0] > 0).any()):  # saved between a step and its end
             self.recorded = True
-        if self.recorded:  # the step before this one ends where the next one begins
+        # The step before this one ends where the next one begins, which none of its microbatches does.
+        if self.recorded and not self.goes_on:
             update, states = ScaleUpdate(self.recipe, self.quantizer.element), self.states
             ops.update_scales([state.tensor for state in states], update)
-        self.records, self.recorded = records, False
+            self.recorded = False
+        self.records, self.goes_on = records, not all(shard.reduces_gradient for shard in self.shards)
         if any(state.is_due for state in self.states):
             note_history([state for state in self.states if not state.has_history])
         self.lacking = [not state.has_history for state in self.states]
@@ -163,7 +165,7 @@ class EarlierScales(ScalesOf):
     def note_gathered(self, places: Sequence[int]) -> None:
         if self.records:
             noted = [self.states[place].amax for place in places], [self.amaxes[place] for place in places]
-            torch._foreach_copy_(*noted)
+            torch._foreach_maximum_(*noted)  # of all microbatches
             self.recorded = True
 
 
