@@ -291,3 +291,28 @@ def test_leading_dimensions_and_functions():
         flat = [t.detach().reshape(-1, t.shape[-1]) for t in (x, dy, y, x.grad)]
         oracle.check(flat[0], weight.detach(), None, flat[1], flat[2], [flat[3], weight.grad, None])
         oracle.check_state(te_inductor.state_dict(model), "p.")
+
+
+def test_numbers_of_a_tensor_of_the_program():
+    """One that lies in memory as a step's scales do is read at its own places, of which some count from the end, and as the
+    program has written it."""
+
+    class Numbers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(32, 32)
+
+        def forward(self, x, boxes):
+            first, last = boxes[0][0] + 1, boxes[-1][0]
+            if self.training:
+                boxes.mul_(16)
+            return self.layer(x) * first + last
+
+    model, x, boxes = Numbers(), torch.randn(16, 32), torch.arange(32.0).view(8, 4) + 1
+    for recipe, training in itertools.product(("current", "delayed"), (True, False)):
+        own, given, options = boxes.clone(), boxes.clone(), {"recipe": recipe, "policy": {"*": recipe}}
+        model.train(training)
+        expected = model(x, own)
+        y = torch.compile(model, backend="te", options=options)(x, given)
+        assert torch.equal(given, own)
+        assert (y - expected).norm() < 0.1 * (expected - own[-1, 0]).norm()

@@ -65,12 +65,20 @@ def part_scales(graph: fx.Graph) -> None:
 def _has_scales(node: fx.Node) -> bool:
     """Whether it has a step's scales: in the forward the op's result, in the backward what was saved of it."""
     found: Any = node.meta.get("val")
-    saved = node.op == "placeholder" and isinstance(found, torch.Tensor) and found.stride() == (APART, 1)
     rows = [user for user in node.users if user.target is _SELECT]
     numbers = [number for row in rows for number in row.users]
+    # One of the program's own may lie in memory like them. It is read as well, unless the program writes to it.
+    lies_so = isinstance(found, torch.Tensor) and found.stride() == (APART, 1)
+    saved = node.op == "placeholder" and lies_so and len(rows) == len(node.users)
     return (saved or node.target is ops.read_scales) and all(
-        one.target is _SELECT and one.args[1] == 0 and (one in rows or one.args[2] == 0) for one in [*rows, *numbers]
+        one.target is _SELECT and one.args[1] == 0 and (_is_counted(one) if one in rows else one.args[2] == 0)
+        for one in [*rows, *numbers]
     )
+
+
+def _is_counted(row: fx.Node) -> bool:
+    """Whether its place is a number, from the first row on."""
+    return isinstance(row.args[2], int) and row.args[2] >= 0
 
 
 PASSES = (
